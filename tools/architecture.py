@@ -61,6 +61,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
 }
 
+# What `papaya` offers to its users -> what it stands for. `papaya/__init__.py` imports it when it
+# is used, so it runs for nobody else; whoever names it imports the package below.
+OFFERS: dict[str, str] = {
+    "papaya.simulate": "papaya.study.notebook.simulate",
+    "papaya.sweep": "papaya.study.notebook.sweep",
+}
+
 # folder -> the only packages from outside that it may import, besides the standard library; the
 # longest matching folder counts. What an enclave measures stays visible from `ls`.
 THIRD_PARTY: dict[str, tuple[str, ...]] = {
@@ -250,8 +257,9 @@ def _import_violations(source: Source) -> Iterator[Violation]:
         return
     outside = _third_party_allowed(source.file)
     for line, name in source.names.dependencies():
+        name = OFFERS.get(name, name)
         top = name.partition(".")[0]
-        if top == "papaya":
+        if top == "papaya" and not is_offered(source.module, name):
             if not may_import(source.package, name):
                 allowed = ", ".join(MAY_IMPORT[source.package]) or "nothing of papaya"
                 wrong = f"`{source.package}` imports `{_package_of(name)}`"
@@ -272,6 +280,11 @@ def may_import(package: str, name: str) -> bool:
     """True if MAY_IMPORT lets `package` import `name`, a dotted name that starts with papaya."""
     target = _package_of(name)
     return target not in MAY_IMPORT or target in (package, *MAY_IMPORT.get(package, ()))
+
+
+def is_offered(module: str, name: str) -> bool:
+    """True for what `papaya/__init__.py` imports for users of the package."""
+    return module == "papaya" and name in OFFERS.values()
 
 
 def _third_party_allowed(file: str) -> tuple[str, ...] | None:
@@ -352,6 +365,7 @@ class Purity:
         """
         package = self._sources[module].package
         names = [name for _, name in self._sources[module].names.dependencies()]
+        names = [name for name in names if not is_offered(module, name)]
         for name in (module, *(name for name in names if may_import(package, name))):
             parts = name.split(".")
             prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))

@@ -25,6 +25,7 @@ a file is loaded.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 from collections.abc import Sequence
@@ -78,9 +79,11 @@ __all__ = [
     "Task",
     "Weighting",
     "load_task",
+    "loaded_in_memory",
     "module_hash",
 ]
 
+NO_FILE: Final = Path("<notebook>")
 _MAX_FILE_BYTES: Final = 1 << 20
 _SHOWN_BYTES: Final = 60  # of an example, in a hint
 
@@ -182,6 +185,29 @@ def load_task(path: Path, frozen: Path | None = None) -> LoadedTask:
     if task.sample:
         loaded.try_on(task.sample, "`sample`")
     return loaded
+
+
+def loaded_in_memory(task: Task) -> LoadedTask:
+    """A task that is defined in this process, such as in a notebook: it has no file, so no other
+    process can load it. Its hash is of the source code of its functions.
+    """
+    from papaya.learning.torch.module import checked_module
+
+    functions = (task.model, task.loss, task.batch, *task.metrics.values())
+    source = "\n".join(_source_of(function) for function in functions).encode()
+    manifest, digest = checked_module(task)
+    loaded = LoadedTask(NO_FILE, task, module_hash(source, digest), manifest, digest)
+    loaded.config()
+    if task.sample:
+        loaded.try_on(task.sample, "`sample`")
+    return loaded
+
+
+def _source_of(function: object) -> str:
+    try:
+        return inspect.getsource(getattr(function, "compute", function))  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return repr(function)
 
 
 def _read(path: Path) -> bytes:

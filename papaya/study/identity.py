@@ -58,6 +58,8 @@ def closure(package: Path, roots: tuple[str, ...] = ROOTS) -> list[Path]:
 
 
 def _imports(package: Path, path: Path) -> Iterator[str]:
+    if path == package / "__init__.py":
+        return  # what it offers to users of the package, no run executes
     folders = ("papaya", *path.relative_to(package).parts[:-1])
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):

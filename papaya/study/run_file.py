@@ -18,6 +18,7 @@ from msgspec import Struct, structs
 
 import papaya
 from papaya.errors import OperatorError
+from papaya.learning.task import NO_FILE
 from papaya.study.identity import code_digest
 from papaya.study.run import Run, RunResult
 from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
@@ -45,9 +46,9 @@ class RunFile(Struct, frozen=True, kw_only=True):
     task_copy: str = "task.py"
 
     @classmethod
-    def of(cls, result: RunResult, prepared: Prepared, summary: RunSummary) -> RunFile:
+    def of(cls, result: RunResult, workload: WorkloadSpec, summary: RunSummary) -> RunFile:
         return cls(
-            workload=prepared.spec,
+            workload=workload,
             run=result.run,
             result=summary,
             versions=versions(),
@@ -89,6 +90,11 @@ def prepared_again(
     The copy of the task file beside `path` is used if the original is gone or has changed.
     """
     spec = file.workload
+    if spec.name == str(NO_FILE):
+        raise OperatorError(
+            f"the task of {path} was defined in a notebook and has no file",
+            hint="write the task to a file and simulate that",
+        )
     if data is not None:
         spec = structs.replace(spec, data=data)
     if not spec.is_built_in:

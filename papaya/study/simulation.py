@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_check
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
+from papaya.config.checks import require
 from papaya.errors import InvariantError, OperatorError
 from papaya.learning.checkpoint_files import encode_named
 from papaya.learning.parameters import Manifest, Vector
@@ -30,15 +32,32 @@ from papaya.sim.jobs import write_whole
 from papaya.sim.population import client_of
 from papaya.sim.report import RunReport, regime_name
 from papaya.study.checkpoint import Checkpoints
-from papaya.study.data.source import Source
+from papaya.study.data.opening import save_source
+from papaya.study.data.source import Memory, Source
 from papaya.study.lab import Recording
 from papaya.study.progress import plural
-from papaya.study.run import Run, RunResult, clients_to_train, fleet_of, learn_run, record_plan
+from papaya.study.run import (
+    RecordingPlan,
+    Run,
+    RunResult,
+    clients_to_train,
+    fleet_of,
+    learn_run,
+    record_plan,
+    recordable,
+)
 from papaya.study.run_file import RunFile, RunSummary, summarized
-from papaya.study.sweep import setting_of
+from papaya.study.sweep import (
+    OF_ONE_REGIME,
+    Regime,
+    regime_of,
+    setting_of,
+    with_rates,
+    with_setting,
+)
 from papaya.study.trace import Recorder, Trace
 from papaya.study.workloads.base import Clients, Workload
-from papaya.study.workloads.registry import Prepared
+from papaya.study.workloads.registry import Prepared, WorkloadSpec
 
 if TYPE_CHECKING:
     import pandas
@@ -152,7 +171,7 @@ class SimulatedRun:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         model = encode_named(self._manifest, self.parameters)
-        record = RunFile.of(self.result, self.prepared, self.summary)
+        record = RunFile.of(self.result, self._saved_spec(folder), self.summary)
         contents = {
             "report.json": msgspec.json.encode(
                 {"learning": for_programs(self.result), "fleet": self.fleet}
@@ -167,6 +186,14 @@ class SimulatedRun:
         write_whole(folder / "curve.csv", history_table(self.result).write_csv)
         write_whole(folder / "clients.csv", self.clients_table.write_csv)
         return [*(folder / name for name in _FILES), *self._draw(folder)]
+
+    def _saved_spec(self, folder: Path) -> WorkloadSpec:
+        """Words that name the data; clients that came from no file are written to one."""
+        spec, source = self.prepared.spec, self.prepared.source
+        if spec.data is not None or not isinstance(source, Memory):
+            return spec
+        save_source(source, folder / "clients.data")
+        return structs.replace(spec, data=f"saved:{folder / 'clients.data'}", partition=None)
 
     def _draw(self, folder: Path) -> list[Path]:
         from papaya.sim import plots
@@ -199,6 +226,40 @@ def history_table(result: RunResult) -> TextTable:
 
 
 # -- running -------------------------------------------------------------------------------------
+
+
+def run_of(
+    prepared: Prepared,
+    regime: Regime | None,
+    setting: dict[str, float],
+    *,
+    seed: int,
+    updates: int,
+    hours: float,
+    evaluations: int,
+) -> Run:
+    """The run of a workload with what is set (`VARIABLES` in sweep.py); the rest is its own."""
+    chosen = regime or regime_of(prepared.task)
+    for name, belongs_to in OF_ONE_REGIME.items():
+        problem = f"has an effect only with the regime {belongs_to}"
+        remedy = f"leave it out, or use the regime {belongs_to}"
+        require(
+            name not in setting or chosen == belongs_to, name, setting.get(name), problem, remedy
+        )
+    recording_plan = RecordingPlan(
+        cluster=recordable(with_setting(prepared.task, chosen, setting), prepared.population),
+        seed=seed,
+        updates=updates,
+        hours=hours,
+    )
+    return Run(
+        recording_plan=recording_plan,
+        workload=prepared.task.task,
+        data=prepared.digest,
+        rates=with_rates(prepared.rates, setting),
+        updates=updates,
+        evaluations=evaluations,
+    )
 
 
 def simulate_run(

@@ -36,7 +36,7 @@ from papaya.config.checks import require
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.sim.jobs import mapping
 from papaya.sim.population import DEFAULT, PopulationConfig
-from papaya.study.lab import Lab, LabStep
+from papaya.study.lab import Lab, LabStep, Make
 from papaya.study.replay import Rates
 from papaya.study.run import RecordingPlan, Run, RunResult, recordable, require_target
 from papaya.study.trace import MOST_HOURS
@@ -55,7 +55,7 @@ VARIABLES: Final = (
     "beta1",
 )
 _WHOLE: Final = ("concurrency", "K", "max_staleness")
-_OF_ONE_REGIME: Final[dict[str, Regime]] = {
+OF_ONE_REGIME: Final[dict[str, Regime]] = {
     "K": "async",
     "max_staleness": "async",
     "over_selection": "sync",
@@ -99,7 +99,7 @@ def runs_of(plan: Plan, prepared: Prepared) -> list[Run]:
     """Without doubles, in the order of the plan; ConfigError if one of them cannot be."""
     regimes = plan.regimes or (regime_of(prepared.task),)
     for name in plan.vary:
-        regime = _OF_ONE_REGIME.get(name, regimes[0])
+        regime = OF_ONE_REGIME.get(name, regimes[0])
         problem = f"applies only to {regime} runs, but none are selected"
         remedy = f"add --regime {regime} (or async,sync), or do not vary {name}"
         require(regime in regimes, "vary", name, problem, remedy)
@@ -209,10 +209,18 @@ def sweep(
     `jobs` above 1 are processes that import the program again: a script that calls this keeps its
     own work under `if __name__ == "__main__"`. `prepared` is the workload, if it is open already.
     """
-    runs = runs_of(plan, prepared or prepare(plan.workload, plan.population))
-    make = partial(_make, plan.workload, plan.population)
-    with mapping(min(jobs, len(runs))) as mapped:
+    opened = prepared or prepare(plan.workload, plan.population)
+    runs = runs_of(plan, opened)
+    jobs = min(jobs, len(runs))
+    make = partial(_make, plan.workload, plan.population) if jobs > 1 else _maker(opened)
+    with mapping(jobs) as mapped:
         return Lab(folder, mapped, make, progress).learn(runs)
+
+
+def _maker(prepared: Prepared) -> Make:
+    """For this process only: the data is not opened again."""
+    made = lru_cache(maxsize=2)(lambda seed: prepared.make(seed, 1))
+    return lambda run: made(run.recording_plan.seed)
 
 
 def _make(spec: WorkloadSpec, population: PopulationConfig, run: Run) -> Workload:

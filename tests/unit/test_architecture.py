@@ -528,6 +528,19 @@ def test_a_file_without_imports_still_runs_the_package_above_it(tmp_path: Path) 
     assert leaks(tmp_path) == ["papaya/__init__.py:2 purity"]
 
 
+def test_what_the_package_offers_to_users_is_not_for_its_own_files(tmp_path: Path) -> None:
+    offers = "def __getattr__(name: str) -> object:\n"
+    offers += "    from papaya.study.notebook import simulate\n    return simulate\n"
+    plant(tmp_path, "papaya/__init__.py", offers)
+    plant(tmp_path, "papaya/study/notebook.py", "import time\n")
+    plant(tmp_path, "papaya/client/x.py", "")
+    assert leaks(tmp_path) == []
+    plant(tmp_path, "papaya/client/x.py", "from papaya import simulate\n")
+    assert leaks(tmp_path) == ["papaya/client/x.py:2 imports"]
+    plant(tmp_path, "papaya/client/x.py", "import papaya\npapaya.sweep()\n")
+    assert leaks(tmp_path) == ["papaya/client/x.py:3 imports"]
+
+
 def test_a_refused_import_is_reported_once_and_not_followed(tmp_path: Path) -> None:
     plant(tmp_path, "papaya/client/x.py", "from papaya.server.y import f\n")
     plant(tmp_path, "papaya/server/y.py", "import time\n")

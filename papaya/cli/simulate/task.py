@@ -30,16 +30,17 @@ from papaya.errors import Diverged
 from papaya.sim.report import percent, regime_name
 from papaya.study.fairness import Distance
 from papaya.study.precision import LEAST_UPDATES
-from papaya.study.run import FleetSummary, RecordingPlan, Run, RunResult, recordable
+from papaya.study.run import FleetSummary, Run, RunResult
 from papaya.study.run_file import differences, other_versions, prepared_again, read_run_file
 from papaya.study.simulation import (
     CHECKPOINT_S,
     SimulatedRun,
     for_programs,
     forget,
+    run_of,
     simulate_run,
 )
-from papaya.study.sweep import regime_of, setting_of, with_rates, with_setting
+from papaya.study.sweep import regime_of, setting_of
 from papaya.study.trace import MOST_HOURS
 from papaya.study.workloads.registry import Prepared, prepare
 
@@ -155,28 +156,23 @@ def _run(options: SimulateOptions, prepared: Prepared) -> Run:
         "server_rate": options.server_rate,
     }
     setting = {name: float(value) for name, value in given.items() if value is not None}
-    task = with_setting(prepared.task, regime, setting)
+    run = run_of(
+        prepared,
+        regime,
+        setting,
+        seed=options.seed,
+        updates=options.updates or _UPDATES,
+        hours=options.hours or MOST_HOURS,
+        evaluations=options.evaluations or _EVALUATIONS,
+    )
     cluster = structs.replace(
-        recordable(task, prepared.population),
+        run.recording_plan.cluster,
         supply=options.supply,
         coordinators=options.coordinators,
         selectors=options.selectors,
         aggregators=options.aggregators,
     )
-    recording_plan = RecordingPlan(
-        cluster=cluster,
-        seed=options.seed,
-        updates=options.updates or _UPDATES,
-        hours=options.hours or MOST_HOURS,
-    )
-    return Run(
-        recording_plan=recording_plan,
-        workload=prepared.task.task,
-        data=prepared.digest,
-        rates=with_rates(prepared.rates, setting),
-        updates=recording_plan.updates,
-        evaluations=options.evaluations or _EVALUATIONS,
-    )
+    return structs.replace(run, recording_plan=structs.replace(run.recording_plan, cluster=cluster))
 
 
 def summary(learnt: RunResult) -> str:

@@ -34,7 +34,7 @@ from papaya.errors import OperatorError, PapayaError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.evaluation import summarize
 from papaya.learning.parameters import FLOAT32, Vector
-from papaya.learning.task import LoadedTask, load_task
+from papaya.learning.task import NO_FILE, LoadedTask, load_task
 from papaya.learning.torch.engine import TorchEngine
 from papaya.sim.draws import Floats, Ints, splitmix64
 from papaya.study.workloads.base import Clients, Matrix, Quality, quality
@@ -77,6 +77,11 @@ class TorchWorkload:
         self._order = splitmix64(seed, _ORDER)
         self._trainer = _Trainer(loaded)
         self._processes = processes
+        if processes > 1 and loaded.path == NO_FILE:
+            raise OperatorError(
+                "other processes cannot load a Task that is defined in a notebook",
+                hint="write the task to a file, or use one process",
+            )
         spawn = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(processes, spawn) if processes > 1 else None
 

@@ -1,0 +1,310 @@
+"""The interface for notebooks and scripts: `papaya.simulate` and `papaya.sweep`.
+
+    import papaya
+
+    run = papaya.simulate("my_task.py", clients="leaf:data/train", updates=2000)
+    run.history         # a DataFrame, a row for each evaluated version
+    run.model           # a state dict
+    run.plot()
+
+    found = papaya.sweep("my_task.py", clients=frame, partition="column:user",
+                         vary={"client_rate": (0.1, 0.3)}, seeds=3)
+    found.table         # a DataFrame, a row for each setting, the best first
+
+`task` is a task file, a `Task` that is defined in the notebook, or the name of a built-in workload.
+A Task without a file cannot be loaded by other processes, so it trains in this one, and its runs
+cannot be repeated from their output folder.
+
+`clients` is the data: words as for `--data`; a DataFrame or a dataset of Hugging Face or torch with
+a `partition`; a mapping from the names of clients to lists of examples (bytes), or just the lists;
+or a `Source`. `population` is a `PopulationConfig`, or the number of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from msgspec import structs
+
+from papaya.errors import OperatorError
+from papaya.learning.task import NO_FILE, LoadedTask, Task, load_task, loaded_in_memory
+from papaya.sim.population import DEFAULT, PopulationConfig
+from papaya.study.data.opening import open_source, parse_partition, save_source
+from papaya.study.data.partition import Partition
+from papaya.study.data.source import Memory, Source
+from papaya.study.data.tables import table_source
+from papaya.study.lab import LabStep
+from papaya.study.progress import Progress
+from papaya.study.run import RunResult
+from papaya.study.simulation import (
+    SimulatedRun,
+    TextTable,
+    forget,
+    run_of,
+    simulate_run,
+)
+from papaya.study.sweep import Plan, Regime, ResultRow, rows_of, varied_in
+from papaya.study.sweep import sweep as run_sweep
+from papaya.study.trace import MOST_HOURS
+from papaya.study.workloads.registry import (
+    BUILT_IN,
+    MOST_JUDGES,
+    Prepared,
+    WorkloadSpec,
+    prepare,
+    with_source,
+)
+
+if TYPE_CHECKING:
+    import pandas
+
+    from papaya.sim.plots import Picture
+
+TaskLike: TypeAlias = str | Path | Task
+
+
+def simulate(
+    task: TaskLike,
+    clients: object = None,
+    *,
+    partition: Partition | str | None = None,
+    updates: int = 5000,
+    hours: float = MOST_HOURS,
+    regime: Regime | None = None,
+    concurrency: int | None = None,
+    goal: int | None = None,
+    over_selection: float | None = None,
+    client_rate: float | None = None,
+    server_rate: float | None = None,
+    evaluations: int = 20,
+    judges: int = MOST_JUDGES,
+    seed: int = 1,
+    population: PopulationConfig | int = DEFAULT,
+    seconds_per_example: float | None = None,
+    processes: int = 1,
+    output: Path | str | None = None,
+    progress: bool = True,
+) -> SimulatedRun:
+    """Train a model on a simulated fleet. What is not given is as the task says.
+
+    With `output`, everything is written there, and a call that was interrupted resumes.
+    """
+    prepared = _prepared(task, clients, partition, seconds_per_example, judges, population)
+    setting = {
+        "concurrency": concurrency,
+        "K": goal,
+        "over_selection": over_selection,
+        "client_rate": client_rate,
+        "server_rate": server_rate,
+    }
+    run = run_of(
+        prepared,
+        regime,
+        {name: float(value) for name, value in setting.items() if value is not None},
+        seed=seed,
+        updates=updates,
+        hours=hours,
+        evaluations=evaluations,
+    )
+    resume = None
+    if output is not None and not isinstance(task, Task):
+        resume = Path(output) / "resume"
+    with _telling(progress) as tell:
+        simulated = simulate_run(run, prepared, processes=processes, resume=resume, tell=tell)
+    if output is not None:
+        simulated.save(output)
+    if resume is not None:
+        forget(resume)
+    return simulated
+
+
+def sweep(
+    task: TaskLike,
+    clients: object = None,
+    *,
+    vary: Mapping[str, Sequence[float]],
+    regimes: Sequence[Regime] = (),
+    partition: Partition | str | None = None,
+    seeds: int = 1,
+    updates: int = 5000,
+    hours: float = MOST_HOURS,
+    target: float | None = None,
+    evaluations: int = 50,
+    judges: int = MOST_JUDGES,
+    population: PopulationConfig | int = DEFAULT,
+    seconds_per_example: float | None = None,
+    jobs: int = 1,
+    output: Path | str | None = None,
+    progress: bool = True,
+) -> SweepResult:
+    """Train with every combination of the given values. With `output`, finished runs are kept
+    there and not repeated.
+
+    `jobs` above 1 are processes that import the program again: a script keeps its own work under
+    `if __name__ == "__main__"`.
+    """
+    prepared = _prepared(task, clients, partition, seconds_per_example, judges, population)
+    if isinstance(task, Task) and jobs > 1:
+        raise _without_file("jobs=1")
+    with _folder(output) as folder, _telling(progress) as tell:
+        spec = _for_processes(prepared, folder) if jobs > 1 else prepared.spec
+        plan = Plan(
+            workload=spec,
+            vary={name: tuple(values) for name, values in vary.items()},
+            regimes=tuple(regimes),
+            seeds=tuple(range(1, seeds + 1)),
+            updates=updates,
+            hours=hours,
+            target=target,
+            evaluations=evaluations,
+            population=_population(population),
+        )
+        outcomes = run_sweep(plan, folder, jobs, lambda step: tell(*_shown(step)), prepared)
+    return SweepResult(prepared.task.task, tuple(outcomes), ("regime", *vary))
+
+
+@dataclass(frozen=True, eq=False)
+class SweepResult:
+    """The outcomes of a sweep, in the order of the plan."""
+
+    name: str
+    outcomes: tuple[RunResult, ...]
+    asked: tuple[str, ...]
+
+    @cached_property
+    def rows(self) -> list[ResultRow]:
+        """One for each setting, the best first."""
+        return rows_of(self.outcomes, varied_in(rows_of(self.outcomes, ()), self.asked))
+
+    @cached_property
+    def table(self) -> pandas.DataFrame:
+        """A row for each setting, the best first; means over seeds, `*_spread` their deviation."""
+        names = [name for name in ResultRow.__struct_fields__ if name not in _NOT_COLUMNS]
+        settings = list(self.rows[0].setting)
+        rows = [
+            (
+                *(row.setting[name] for name in settings),
+                len(row.outcomes),
+                *(getattr(row, name) for name in names),
+            )
+            for row in self.rows
+        ]
+        return TextTable((*settings, "seeds", *names), rows).frame()
+
+    def plot(self) -> Picture:
+        """The best curves, and the outcome by each varied value; a notebook shows it."""
+        from papaya.study.learning_plots import sweep_picture
+
+        varied = varied_in(self.rows, self.asked)
+        return sweep_picture(self.rows, varied, f"{self.name}: the best settings")
+
+
+_NOT_COLUMNS = ("label", "setting", "outcomes")
+
+
+# -- what is given -------------------------------------------------------------------------------
+
+
+def _prepared(
+    task: TaskLike,
+    clients: object,
+    partition: Partition | str | None,
+    seconds_per_example: float | None,
+    judges: int,
+    population: PopulationConfig | int,
+) -> Prepared:
+    if isinstance(partition, str):
+        partition = parse_partition(partition)
+    data = clients if isinstance(clients, str) else None
+    name = str(NO_FILE if isinstance(task, Task) else task)
+    spec = WorkloadSpec(name, data, seconds_per_example, partition, judges)
+    fleet = _population(population)
+    if name in BUILT_IN or (clients is None and not isinstance(task, Task)):
+        return prepare(spec, fleet)
+    loaded = loaded_in_memory(task) if isinstance(task, Task) else load_task(Path(task))
+    return with_source(spec, loaded, _source(clients, loaded, partition), fleet)
+
+
+def _source(clients: object, loaded: LoadedTask, partition: Partition | None) -> Source:
+    if isinstance(clients, str):
+        return open_source(clients, loaded, partition)
+    if clients is None or isinstance(clients, int):
+        raise OperatorError(
+            f"clients={clients!r} is not data to learn from",
+            hint="give a DataFrame with a partition, lists of examples, or words like "
+            "'leaf:FOLDER'; concurrency= is how many train at a time",
+        )
+    if partition is not None:
+        return table_source(clients, partition)
+    if hasattr(clients, "volumes") and hasattr(clients, "held_out"):
+        return clients  # type: ignore[return-value]
+    if isinstance(clients, Mapping) and _are_examples(clients.values()):
+        return Memory.named("clients", ((str(name), own) for name, own in clients.items()))
+    if isinstance(clients, Sequence) and _are_examples(clients):
+        return Memory("clients", clients)
+    raise OperatorError(
+        f"a {type(clients).__name__} does not say which example belongs to which client",
+        hint="add partition='column:NAME', or give a list of examples (bytes) for each client",
+    )
+
+
+def _are_examples(clients: Any) -> bool:
+    return all(
+        isinstance(own, Sequence) and all(isinstance(example, bytes) for example in own)
+        for own in clients
+    )
+
+
+def _population(population: PopulationConfig | int) -> PopulationConfig:
+    if isinstance(population, int):
+        return structs.replace(DEFAULT, size=population)
+    return population
+
+
+def _for_processes(prepared: Prepared, folder: Path) -> WorkloadSpec:
+    """Words from which another process can open the same data."""
+    if prepared.spec.data is not None or prepared.source is None:
+        return prepared.spec
+    if not isinstance(prepared.source, Memory):
+        raise OperatorError(
+            "a source of your own cannot be sent to other processes", hint="use jobs=1"
+        )
+    path = folder / f"{prepared.source.digest}.clients"
+    save_source(prepared.source, path)
+    return structs.replace(prepared.spec, data=f"saved:{path}", partition=None)
+
+
+def _without_file(instead: str) -> OperatorError:
+    return OperatorError(
+        "other processes cannot load a Task that is defined in a notebook",
+        hint=f"write the task to a file, or use {instead}",
+    )
+
+
+@contextmanager
+def _folder(output: Path | str | None) -> Iterator[Path]:
+    if output is not None:
+        Path(output).mkdir(parents=True, exist_ok=True)
+        yield Path(output)
+        return
+    with TemporaryDirectory(prefix="papaya-") as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def _telling(progress: bool) -> Iterator[Callable[[str, float, str], None]]:
+    if not progress:
+        yield lambda name, done, words: None
+        return
+    with Progress() as shown:
+        yield shown.update
+
+
+def _shown(step: LabStep) -> tuple[str, float, str]:
+    return step.kind, step.share, f"{step.done:,} of {step.total:,}"

@@ -1,0 +1,106 @@
+"""`papaya.simulate` and `papaya.sweep`: what they take, what they give, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import papaya
+from papaya.cli.main import main
+from papaya.errors import OperatorError, PapayaError
+from papaya.learning.task import load_task
+from papaya.study.data.source import Memory
+
+EXAMPLE = "examples/leaf.py"
+SMALL: dict[str, Any] = {"updates": 60, "evaluations": 3, "population": 10_000, "progress": False}
+
+
+def some_clients(count: int = 12) -> list[list[bytes]]:
+    rng = np.random.default_rng(3)
+    return [
+        [
+            json.dumps({"x": x, "y": int(x[0] > 0)}).encode()
+            for x in rng.normal(size=(25, 2)).tolist()
+        ]
+        for _ in range(count)
+    ]
+
+
+def test_the_package_is_light() -> None:
+    code = "import sys, papaya; assert not {'numpy', 'torch', 'msgspec'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_lists_mappings_and_sources_are_the_same_data() -> None:
+    clients = some_clients()
+    named = {f"c{number}": own for number, own in enumerate(clients)}
+    runs = [
+        papaya.simulate(EXAMPLE, given, **SMALL) for given in (clients, named, Memory("m", clients))
+    ]
+    assert len({run.result.run.data for run in runs}) == 1
+    for run in runs[1:]:
+        assert run.history.equals(runs[0].history)
+    assert runs[1].clients["client"].tolist() == list(named)
+    first = runs[0]
+    assert list(first.history["updates"]) == [0, 20, 40, 60]
+    assert first.model["weight"].shape == (1, 2)
+    assert "60 client updates" in repr(first)
+    assert first.clients["updates"].sum() == 60
+
+
+def test_a_task_of_a_notebook_gives_the_numbers_of_its_file(tmp_path: Path) -> None:
+    task = load_task(Path(EXAMPLE)).task
+    clients = some_clients()
+    from_file = papaya.simulate(EXAMPLE, clients, goal=4, client_rate=0.2, seed=5, **SMALL)
+    inline = papaya.simulate(
+        task, clients, goal=4, client_rate=0.2, seed=5, output=tmp_path, **SMALL
+    )
+    assert inline.history.equals(from_file.history)
+    assert main(["simulate", "--rerun", str(tmp_path / "run.json")]) == 2, "it has no file"
+    with pytest.raises(OperatorError, match="defined in a notebook"):
+        papaya.simulate(task, clients, processes=2, **SMALL)
+    with pytest.raises(OperatorError, match="defined in a notebook"):
+        papaya.sweep(task, clients, vary={"K": (2, 3)}, jobs=2, **SMALL)
+
+
+def test_a_run_of_clients_in_memory_can_be_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    papaya.simulate(EXAMPLE, some_clients(), output=tmp_path / "one", **SMALL)
+    again = ["simulate", "--rerun", str(tmp_path / "one" / "run.json")]
+    assert main([*again, "--output", str(tmp_path / "two")]) == 0
+    assert "the same numbers" in capsys.readouterr().err
+
+
+def test_a_sweep_has_a_row_for_each_setting(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"vary": {"K": (3, 6), "client_rate": (0.1, 0.5)}, **SMALL}
+    found = papaya.sweep(EXAMPLE, some_clients(), seeds=1, output=tmp_path, **settings)
+    assert len(found.table) == len(found.outcomes) == 4
+    assert set(zip(found.table["K"], found.table["client_rate"], strict=True)) == {
+        (3, 0.1), (3, 0.5), (6, 0.1), (6, 0.5),
+    }  # fmt: skip
+    assert found.table["loss"].is_monotonic_increasing
+    assert len(list((tmp_path / "runs").glob("*.json"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"clients": None}, "needs data"),
+        ({"clients": 100}, "clients=100 is not data"),
+        ({"clients": [{"x": 1}]}, "which example belongs to which client"),
+        ({"clients": [[b"1"]], "partition": "column:user"}, "pair or a mapping"),
+        ({"clients": some_clients(), "regime": "sync", "goal": 3}, "only with the regime async"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(PapayaError, match=problem):
+        papaya.simulate(EXAMPLE, **{**SMALL, **given})
+    with pytest.raises(AttributeError, match="no attribute 'simulat'"):
+        papaya.simulat  # noqa: B018
