@@ -10,10 +10,12 @@ from papaya.config import (
     DeviceConfig,
     Evaluated,
     EvaluationPlan,
+    EvaluationTerms,
     MetricBounds,
     MetricTarget,
     OptimizerConfig,
     Privacy,
+    PrivateEvaluation,
     Requirements,
     SecureAggregation,
     ServerConfig,
@@ -67,6 +69,21 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "epsilon": "For all participations of one device in this task; determines the noise.",
         "weighting": "`equal`: all updates count the same. `capped`: by their examples.",
         "expected_weight": "Mean of min(examples, max_examples) / max_examples, if `capped`.",
+        "evaluation": "Noise and limits of evaluations and histograms of norms. None: there are "
+        "none.",
+    },
+    PrivateEvaluation: {
+        "share": "Share of what a device can spend on the task; give this or `noise_multiplier`.",
+        "noise_multiplier": "Standard deviation of the noise, in clips.",
+        "max_participations": "How often a device takes part. None: as often as in training.",
+        "max_loss": "Larger mean losses of a device count as this; the noise grows with it.",
+        "max_examples": "A device with so many held-out examples or more has the full weight.",
+    },
+    EvaluationTerms: {
+        "noise_multiplier": "Standard deviation of the noise, in clips.",
+        "max_participations": "How often a device takes part.",
+        "max_loss": "Larger mean losses of a device count as this.",
+        "max_examples": "A device with so many held-out examples or more has the full weight.",
     },
     StopRule: {
         "versions": "End at exactly this version.",
@@ -97,6 +114,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "model_length": "Number of parameters of that version.",
         "max_examples": "Maximum number of held-out examples of one client: the task's own.",
         "metrics": "The metrics of the task when the evaluation started.",
+        "private": "Noise and bounds, if the task is private.",
+        "norms": "Make a histogram of the norms of updates instead.",
     },
     Deployment: {
         "data": "Folder of the state database, the blobs and the tokens.",

@@ -143,6 +143,9 @@ Exactly one of `above` and `below` is given.
 ### `evaluates`: `Evaluated`
 
 {Evaluated}
+#### `private`: `EvaluationTerms`
+
+{EvaluationTerms}
 ### `metrics`: `MetricBounds`
 
 {MetricBounds}
@@ -151,6 +154,11 @@ Exactly one of `above` and `below` is given.
 Exactly one of `noise_multiplier` and `epsilon` is given ([differential privacy](privacy.md)).
 
 {Privacy}
+#### `evaluation`: `PrivateEvaluation`
+
+Exactly one of `share` and `noise_multiplier` is given.
+
+{PrivateEvaluation}
 ### Values derived from a task
 
 For concurrency 1300, a million parameters, and the defaults of all other fields:

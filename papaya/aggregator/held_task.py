@@ -760,6 +760,7 @@ class HeldTask:
             model_length=config.model_length if pinned is None else pinned.model_length,
             update_length=config.model_length,
             evaluates=pinned is not None,
+            norms=pinned is not None and pinned.norms,
             heartbeat_s=self._server.heartbeat_s,
             training_timeout_s=config.training_timeout_s,
             participation_gap_s=config.participation_gap_s,

@@ -56,11 +56,12 @@ from papaya.aggregator.work import (
     Stepped,
     Sum,
 )
-from papaya.config import TaskConfig
+from papaya.config import Evaluated, TaskConfig
 from papaya.errors import InvariantError, OperatorError, UpdateRefused
 from papaya.learning import parameters
 from papaya.learning.evaluation import admit_evaluation
 from papaya.learning.kernels import NUMPY, Kernel
+from papaya.learning.private_evaluation import admit_one_hot, admit_private_evaluation
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.learning.weighting import BytesLike, Contribution, WeightedSum, admit
 from papaya.messages.base import BlobKey, SessionId, TaskId
@@ -326,8 +327,7 @@ class Shards:
         if config.secure_aggregation is None:
             update = admit(pieces, config.model_length, config.clip, config.over_clip)
             if config.evaluates is not None:
-                pinned = config.evaluates
-                admit_evaluation(update.pieces, pinned.max_examples, len(pinned.metrics))
+                _admit_measured(update.pieces, config.evaluates)
             return Contribution(update, work.examples, work.staleness, config.staleness)
         update_pieces = masked_update(config, pieces)
         agreed = config.public_parameters
@@ -370,6 +370,16 @@ class Shards:
             if target not in buffers:
                 buffers[target] = _BufferSum(self.count, self._lock)
             return buffers[target]
+
+
+def _admit_measured(pieces: list[parameters.Vector], pinned: Evaluated) -> None:
+    """Raise UpdateRefused unless an honest device can have uploaded this."""
+    if pinned.norms:
+        admit_one_hot(pieces)
+    elif pinned.private is not None:
+        admit_private_evaluation(pieces, len(pinned.metrics))
+    else:
+        admit_evaluation(pieces, pinned.max_examples, len(pinned.metrics))
 
 
 def _zero(config: TaskConfig) -> Total:

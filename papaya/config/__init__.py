@@ -3,7 +3,7 @@
 from papaya.config.combining import Staleness, Weighting
 from papaya.config.deployment import Deployment
 from papaya.config.metrics import MetricBounds, MetricTarget
-from papaya.config.privacy import Privacy, PrivacyTerms
+from papaya.config.privacy import EvaluationTerms, Privacy, PrivacyTerms, PrivateEvaluation
 from papaya.config.server import DeviceConfig, ServerConfig
 from papaya.config.task import (
     MAX_MODEL_LENGTH,
@@ -25,11 +25,13 @@ __all__ = [
     "DeviceConfig",
     "Evaluated",
     "EvaluationPlan",
+    "EvaluationTerms",
     "MetricBounds",
     "MetricTarget",
     "OptimizerConfig",
     "Privacy",
     "PrivacyTerms",
+    "PrivateEvaluation",
     "Requirements",
     "SecureAggregation",
     "ServerConfig",

@@ -2,14 +2,16 @@
 
 docs/privacy.md states what follows from it. The owner gives the noise or the epsilon; the other one
 is computed. `PrivacyTerms` is what is signed: all numbers that a device needs to know what a
-participation costs.
+participation costs. Evaluations and histograms of norms have noise and limits of their own, and are
+part of the task's epsilon.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from msgspec import Struct
 
@@ -18,7 +20,39 @@ from papaya.privacy import accountant
 from papaya.secagg.parameters import MAX_DELTA, MIN_DELTA
 
 PrivateWeighting = Literal["equal", "capped"]
-_noise_multiplier_for = lru_cache(maxsize=256)(accountant.noise_multiplier_for)
+NORMS_CLIP = 1.0  # one device is in one bin of a histogram of norms
+_mu_for = lru_cache(maxsize=256)(accountant.mu_for)
+
+
+def evaluation_clip(metrics: int) -> float:
+    """The largest norm of what a device uploads in an evaluation: its weight, and its weight times
+    the loss and each metric, which are scaled to ±1/2. The weight is at most 1.
+    """
+    return math.sqrt(1 + (1 + metrics) / 4)
+
+
+class EvaluationTerms(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What owner, device and TSA agree on for evaluations and histograms of norms.
+
+    `noise_multiplier`: the standard deviation of the noise, in clips. `max_participations`: of one
+    device, over all runs and revisions. Losses above `max_loss` count as `max_loss`. A device with
+    `max_examples` held-out examples or more has the weight 1.
+    """
+
+    noise_multiplier: float
+    max_participations: int
+    max_loss: float
+    max_examples: int
+
+    def __post_init__(self) -> None:
+        _check_noise("privacy.evaluation.noise_multiplier", self.noise_multiplier)
+        _check_bounds(self)
+        require_count("privacy.evaluation.max_participations", self.max_participations)
+
+    @property
+    def rho(self) -> float:
+        """What one participation costs a device."""
+        return accountant.rho_of(self.noise_multiplier)
 
 
 class PrivacyTerms(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -26,7 +60,7 @@ class PrivacyTerms(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     `noise_multiplier`: the standard deviation of the noise, in clips. `max_participations`: of one
     device, over all runs and revisions. `expected_weight`: the sum is divided by the number of
-    members times this.
+    members times this. `evaluation`: None if there are no evaluations.
     """
 
     noise_multiplier: float
@@ -34,15 +68,10 @@ class PrivacyTerms(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_participations: int
     weighting: PrivateWeighting
     expected_weight: float
+    evaluation: EvaluationTerms | None = None
 
     def __post_init__(self) -> None:
-        require(
-            math.isfinite(self.noise_multiplier) and self.noise_multiplier > 0,
-            "privacy.noise_multiplier",
-            self.noise_multiplier,
-            "must be finite and above zero",
-            "give privacy.epsilon instead, and the noise is computed",
-        )
+        _check_noise("privacy.noise_multiplier", self.noise_multiplier)
         _check_delta(self.delta)
         require_count("privacy.max_participations", self.max_participations)
         require_choice("privacy.weighting", self.weighting, get_args(PrivateWeighting))
@@ -62,9 +91,18 @@ class PrivacyTerms(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return accountant.rho_of(self.noise_multiplier)
 
     @property
+    def costs(self) -> tuple[ParticipationCost, ...]:
+        """What a device can spend on this task."""
+        own = ParticipationCost("train", self.max_participations, self.rho)
+        if self.evaluation is None:
+            return (own,)
+        most, rho = self.evaluation.max_participations, self.evaluation.rho
+        return (own, ParticipationCost("evaluate", most, rho))
+
+    @property
     def mu(self) -> float:
         """Of all participations of one device together."""
-        return accountant.mu_of(self.max_participations * self.rho)
+        return accountant.mu_of(math.fsum(cost.most * cost.rho for cost in self.costs))
 
     @property
     def epsilon(self) -> float:
@@ -77,10 +115,79 @@ class PrivacyTerms(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return accountant.epsilon_of(accountant.replacement(self.mu), self.delta)
 
 
+class ParticipationCost(NamedTuple):
+    """What one participation of a kind costs, and how many one device may have."""
+
+    kind: Literal["train", "evaluate"]
+    most: int
+    rho: float
+
+
+def rho_of_revisions(revisions: Sequence[PrivacyTerms]) -> float:
+    """The most that one device can have spent on a task that had all these terms.
+
+    Participations of one kind count together. The i-th one can only have happened under terms that
+    allow i of them, so it has cost at most the largest rho among those.
+    """
+    total = []
+    for kind in ("train", "evaluate"):
+        costs = [cost for terms in revisions for cost in terms.costs if cost.kind == kind]
+        before = 0
+        for most in sorted({cost.most for cost in costs}):
+            largest = max(cost.rho for cost in costs if cost.most >= most)
+            total.append((most - before) * largest)
+            before = most
+    return math.fsum(total)
+
+
+class PrivateEvaluation(Struct, frozen=True, kw_only=True):
+    """Give `share`, of all that a device can spend on the task, or `noise_multiplier`.
+
+    `max_participations`: None means as often as in training.
+    """
+
+    share: float | None = None
+    noise_multiplier: float | None = None
+    max_participations: int | None = None
+    max_loss: float = 10.0
+    max_examples: int = 10
+
+    def __post_init__(self) -> None:
+        require(
+            (self.share is None) != (self.noise_multiplier is None),
+            "privacy.evaluation.share and privacy.evaluation.noise_multiplier",
+            (self.share, self.noise_multiplier),
+            "determine each other: exactly one must be given",
+            "give share, for example 0.1",
+        )
+        require(
+            self.share is None or 0 < self.share < 1,
+            "privacy.evaluation.share",
+            self.share,
+            "must be above 0 and below 1",
+            "0.1 leaves 90 % of the budget to training",
+        )
+        if self.noise_multiplier is not None:
+            _check_noise("privacy.evaluation.noise_multiplier", self.noise_multiplier)
+        if self.max_participations is not None:
+            require_count("privacy.evaluation.max_participations", self.max_participations)
+        _check_bounds(self)
+
+    def terms(self, noise_multiplier: float, max_participations: int) -> EvaluationTerms:
+        return EvaluationTerms(
+            noise_multiplier=float(noise_multiplier),
+            max_participations=max_participations,
+            max_loss=float(self.max_loss),
+            max_examples=self.max_examples,
+        )
+
+
 class Privacy(Struct, frozen=True, kw_only=True):
-    """Give `noise_multiplier` or `epsilon`; `epsilon` is that of all participations of a device.
+    """Give `noise_multiplier` or `epsilon`; `epsilon` is that of all participations of a device, in
+    training and evaluations.
 
     `weighting`: "equal" gives all updates the same weight, "capped" weighs them by their examples.
+    `evaluation`: None if the task is not evaluated on devices.
     """
 
     clip: float
@@ -90,6 +197,7 @@ class Privacy(Struct, frozen=True, kw_only=True):
     epsilon: float | None = None
     weighting: PrivateWeighting = "equal"
     expected_weight: float = 1.0
+    evaluation: PrivateEvaluation | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -119,17 +227,62 @@ class Privacy(Struct, frozen=True, kw_only=True):
 
     @property
     def terms(self) -> PrivacyTerms:
-        z = self.noise_multiplier
-        if self.epsilon is not None:
-            z = _noise_multiplier_for(self.epsilon, self.delta, self.max_participations)
-        assert z is not None
+        z, evaluation = self._noise_multipliers()
         return PrivacyTerms(
             noise_multiplier=float(z),
             delta=float(self.delta),
             max_participations=self.max_participations,
             weighting=self.weighting,
             expected_weight=float(self.expected_weight),
+            evaluation=evaluation,
         )
+
+    def _noise_multipliers(self) -> tuple[float, EvaluationTerms | None]:
+        """That of training, and the terms of evaluations."""
+        found, z, most = self.evaluation, self.noise_multiplier, self.max_participations
+        times = most if found is None else found.max_participations or most
+        share = 0.0 if found is None or found.share is None else found.share
+        if self.epsilon is not None:
+            mu = _mu_for(self.epsilon, self.delta)
+            if found is not None and found.noise_multiplier is not None:
+                share = times * (1 / found.noise_multiplier / mu) ** 2
+                require(
+                    share < 1,
+                    "privacy.evaluation.noise_multiplier",
+                    found.noise_multiplier,
+                    f"costs more than epsilon = {self.epsilon:g} in {times} evaluations",
+                    "give privacy.evaluation.share instead, for example 0.1",
+                )
+            z = accountant.noise_multiplier_for(mu, most, 1 - share)
+        assert z is not None
+        if found is None:
+            return z, None
+        other = found.noise_multiplier
+        if other is None:
+            mu = math.sqrt(most / (1 - share)) / z
+            other = accountant.noise_multiplier_for(mu, times, share)
+        return z, found.terms(other, times)
+
+
+def _check_noise(field: str, noise_multiplier: float) -> None:
+    require(
+        math.isfinite(noise_multiplier) and noise_multiplier > 0,
+        field,
+        noise_multiplier,
+        "must be finite and above zero",
+        "give privacy.epsilon instead, and the noise is computed",
+    )
+
+
+def _check_bounds(found: EvaluationTerms | PrivateEvaluation) -> None:
+    require(
+        math.isfinite(found.max_loss) and found.max_loss > 0,
+        "privacy.evaluation.max_loss",
+        found.max_loss,
+        "must be finite and above zero",
+        "use about the loss of an untrained model: the noise grows with it",
+    )
+    require_count("privacy.evaluation.max_examples", found.max_examples)
 
 
 def _check_delta(delta: float) -> None:

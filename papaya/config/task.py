@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta, Struct, structs
 
@@ -25,7 +25,7 @@ from papaya.config.checks import (
 )
 from papaya.config.combining import Staleness, Weighting
 from papaya.config.metrics import PERPLEXITY, MetricBounds, MetricTarget, check_metrics
-from papaya.config.privacy import Privacy
+from papaya.config.privacy import EvaluationTerms, Privacy, PrivacyTerms
 from papaya.config.versions import EngineVersion
 from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
@@ -192,7 +192,11 @@ class EvaluationPlan(Struct, frozen=True, kw_only=True):
 
 
 class Evaluated(Struct, frozen=True):
-    """What an evaluation task evaluates: one version of another task, pinned by its blob."""
+    """What an evaluation task evaluates: one version of another task, pinned by its blob.
+
+    `private`: the bounds and the noise, if the task is private. `norms`: not how good the version
+    is, but a histogram of the norms of updates.
+    """
 
     task: str
     version: int
@@ -201,11 +205,25 @@ class Evaluated(Struct, frozen=True):
     max_examples: int = MAX_COUNT
     """How many examples one client may use: as many as in the task that is evaluated."""
     metrics: tuple[MetricBounds, ...] = ()
+    private: EvaluationTerms | None = None
+    norms: bool = False
 
     def __post_init__(self) -> None:
         for field in ("model_length", "max_examples"):
             require_count(f"evaluates.{field}", getattr(self, field))
         check_metrics(self.metrics)
+
+
+def public_terms(terms: PrivacyTerms) -> dict[str, Any]:
+    """The part of the public parameters that states the noise."""
+    return {
+        "scheme": PRIVATE_SCHEME,
+        "noise_multiplier": terms.noise_multiplier,
+        "delta": terms.delta,
+        "max_participations": terms.max_participations,
+        "weighting": terms.weighting,
+        "expected_weight": terms.expected_weight,
+    }
 
 
 class TaskConfig(Struct, frozen=True, kw_only=True):
@@ -304,8 +322,7 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         assert self.clip is not None
         pinned, manifest = self.evaluates, self.requirements.manifest or ""
         kind: Literal["train", "evaluate"] = "train" if pinned is None else "evaluate"
-        terms = None if self.privacy is None else self.privacy.terms
-        private = {} if terms is None else structs.asdict(terms) | {"scheme": PRIVATE_SCHEME}
+        private = {} if self.privacy is None else public_terms(self.privacy.terms)
         by = "equal" if self.weighting.kind == "equal" else "examples"
         weighting = {"weighting": by if pinned is None else "none"}
         damping = self.staleness.damping
@@ -324,6 +341,14 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             number=pinned.version if pinned is not None and manifest else 0,
             **(weighting | private),
         )
+
+    @property
+    def evaluation_clients(self) -> int:
+        """The fewest clients of an evaluation that the owner signs; 0: there are none."""
+        if self.evaluation is not None:
+            return self.evaluation.clients
+        is_measured = self.privacy is not None and self.privacy.evaluation is not None
+        return self.aggregation_goal if is_measured else 0
 
     @property
     def manifest(self) -> bytes:
@@ -582,11 +607,11 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             "the members of a sum share the noise: use a hundred or more",
         )
         require(
-            self.evaluation is None,
+            self.evaluation is None or self.privacy is None or self.privacy.evaluation is not None,
             "evaluation",
             self.evaluation,
-            "evaluations of a private task would reveal what the noise hides",
-            "leave evaluation out, and evaluate exported models on data of your own",
+            "evaluations of a private task need noise too",
+            "set privacy.evaluation, for example PrivateEvaluation(share=0.1)",
         )
 
     def _check_private_parameters(self) -> None:

@@ -12,7 +12,8 @@ app that adds examples and the process that trains on them apply the same ones.
 
 Refused: a collection that the device's owner did not declare, a task that its policy does not
 allow, an example over the limit. Servers cannot change any of this. Retention uses the caller's
-`now`: setting the clock back keeps examples for longer.
+`now`: setting the clock back keeps examples for longer, by at most the time that it was set back.
+An example from the future counts as added now.
 """
 
 from __future__ import annotations
@@ -232,6 +233,9 @@ class ExampleStore:
             ) from error
 
     def _sweep(self, now: float) -> None:
+        # The clock was ahead when they were added. They are kept for as long as others from now on;
+        # otherwise they would outlive a window of the privacy budget (docs/privacy.md).
+        self._file.change("UPDATE example SET added_at = ? WHERE added_at > ?", now, now)
         for collection, policy in self._policies.items():
             self._file.delete(
                 "DELETE FROM example WHERE collection = ? AND added_at <= ?",

@@ -64,7 +64,7 @@ class Job(Struct, frozen=True):
     the executor was given it.
 
     `volume`: how many examples the device could train on. `manifest`: the one of the bundle; the
-    executor sets it.
+    executor sets it. `is_clipped`: is the update clipped to the task's clip?
 
     "load" calls the file's `load_examples` on the texts in `examples`. "check" looks for the first
     example that the task cannot use. "try" only loads the program, to find out whether it can be
@@ -78,6 +78,7 @@ class Job(Struct, frozen=True):
     seed: int = 0
     volume: int = 0
     manifest: bytes = b""
+    is_clipped: bool = True
 
 
 class JobResult(Struct, frozen=True):
@@ -133,7 +134,13 @@ class TrainingEngine(Protocol):
         ...
 
     def train(
-        self, parameters: Vector, examples: Sequence[bytes], seed: int, step_done: StepDone
+        self,
+        parameters: Vector,
+        examples: Sequence[bytes],
+        seed: int,
+        step_done: StepDone,
+        *,
+        is_clipped: bool,
     ) -> tuple[bytes, int]:
         """The update and the number of examples."""
         ...

@@ -247,7 +247,10 @@ def _run(job: Job, engine: TrainingEngine, step_done: StepDone) -> JobResult:
         return JobResult(b"", 0)
     parameters = decode(job.parameters, engine.manifest.length)
     if job.kind == "train":
-        return JobResult(*engine.train(parameters, job.examples, job.seed, step_done))
+        found = engine.train(
+            parameters, job.examples, job.seed, step_done, is_clipped=job.is_clipped
+        )
+        return JobResult(*found)
     return JobResult(engine.evaluate(parameters, job.examples, job.volume, step_done), 1)
 
 
@@ -354,7 +357,7 @@ def _load_task(path: str) -> tuple[TrainingEngine, TaskFile]:
 
     task = loaded.task
     collection = task.examples.collection
-    terms = structs.replace(TaskTerms.of(loaded.config()), collection=collection)
+    terms = structs.replace(TaskTerms.of(loaded.config()), collection=collection, task=task.name)
     file = TaskFile(path, task.name, loaded.module_hash, terms, task.examples)
     return TorchEngine(loaded), file
 
@@ -364,11 +367,10 @@ def _load_program(path: str) -> tuple[TrainingEngine, TaskFile]:
 
     program = read_program(Path(path))
     header = program.header
-    terms = structs.replace(header.terms, collection=header.examples.collection)
     frozen = frozen_beside(Path(path)) if header.frozen else None
     if frozen is not None:
         _require_digest(frozen, header.frozen_sha256)
-    terms = structs.replace(header.terms, collection=header.examples.collection)
+    terms = structs.replace(header.terms, collection=header.examples.collection, task=header.task)
     file = TaskFile(
         *(path, header.task, program.name, terms, header.examples),
         frozen="" if frozen is None else str(frozen),

@@ -47,7 +47,7 @@ CREATE TABLE IF NOT EXISTS privacy_tag (
 
 class Charge(NamedTuple):
     """The cost of one participation. `owner` is empty for a task file of this device. `most`: how
-    often the device takes part in the task, over all its runs and revisions.
+    often the device takes part in the task, over all its runs, revisions and collections.
     """
 
     collection: str
@@ -133,13 +133,14 @@ class PrivacyLedger:
         return bytes(tag)
 
     def _why_not(self, charge: Charge, allowance: Allowance | None, now: float) -> str:
-        same = [
-            each.participations
-            for each in self._spent(charge.collection, -math.inf)
-            if (each.owner, each.task, each.kind) == (charge.owner, charge.task, charge.kind)
-        ]
-        if sum(same) >= charge.most:
-            return f"task {charge.task}: this device has taken part {sum(same)} times"
+        [[times]] = self._file.rows(
+            "SELECT count(*) FROM privacy_charge WHERE owner = ? AND task = ? AND kind = ?",
+            charge.owner,
+            charge.task,
+            charge.kind,
+        )
+        if times >= charge.most:
+            return f"task {charge.task}: this device has taken part {times} times ({charge.kind})"
         if allowance is None:
             return ""
         budget, share = allowance
@@ -195,7 +196,7 @@ class PrivacyAccount:
             return self._ledger.why_not(charge, self._allowance(use, charge), now)
         policies, terms = self._store.collections, use.terms
         if terms is not None and terms.privacy:
-            return "evaluations of a private task have no noise"
+            return "evaluations of this task have no noise"
         limited = sorted(name for name, policy in policies.items() if policy.budget is not None)
         used = limited if terms is None else [terms.collection or ""]
         for collection in used:
@@ -220,9 +221,10 @@ class PrivacyAccount:
 
 
 def _charge_of(use: PlannedUse) -> Charge | None:
-    terms = use.terms
-    if terms is None or not terms.privacy or use.evaluates:
+    terms, wanted = use.terms, "evaluate" if use.evaluates else "train"
+    if terms is None or not terms.privacy:
         return None
-    privacy = terms.privacy
-    most = privacy.max_participations
-    return Charge(terms.collection or "", use.owner, use.task, "train", privacy.rho, most)
+    for kind, most, rho in terms.privacy.costs:
+        if kind == wanted:
+            return Charge(terms.collection or "", use.owner, use.task, kind, rho, most)
+    return None

@@ -61,7 +61,8 @@ class TrainingRequest(Struct, frozen=True):
 
     `program` names the task whose model this is: `task` itself, or the one that `task` evaluates.
     `parameters` is a safetensors file whose hash was checked; its content was not. A trainer that
-    takes long calls `step_done` from time to time, for the device's log.
+    takes long calls `step_done` from time to time, for the device's log. `is_clipped`: false if the
+    device needs the norm of the whole update; such an update is not uploaded.
     """
 
     task: TaskId
@@ -74,6 +75,7 @@ class TrainingRequest(Struct, frozen=True):
     secure: bool
     timeout_s: float
     step_done: StepDone = unwatched
+    is_clipped: bool = True
 
 
 class Trainer(Protocol):
@@ -235,6 +237,7 @@ class ExecutorTrainer:
             seed=self._rng.getrandbits(63),
             # In a masked sum a bucket with few clients would reveal too much: use one for all.
             volume=0 if assignment.secure else volume,
+            is_clipped=assignment.is_clipped,
         )
         try:
             result = await self._executor.run(job, assignment.timeout_s, assignment.step_done)

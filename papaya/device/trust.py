@@ -25,22 +25,23 @@ from typing import TypeAlias
 
 import msgspec
 import numpy as np
-from msgspec import structs
 
 from papaya.attestation.policy import DevicePolicy
 from papaya.attestation.verify import Evidence, Verified, verify_evidence
 from papaya.client.work import Seal, Sealed
 from papaya.config import Staleness, Weighting
-from papaya.config.task import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
+from papaya.config.privacy import NORMS_CLIP, PrivacyTerms, evaluation_clip
+from papaya.config.task import EVALUATION_CLIP, EVALUATION_MAX_STALENESS, public_terms
 from papaya.credentials.tls import client_context
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.learning.definition import TaskTerms
 from papaya.learning.evaluation import evaluation_length
 from papaya.learning.parameters import FLOAT32
+from papaya.learning.private_evaluation import BINS, private_evaluation_length
 from papaya.messages.base import TaskId
 from papaya.secagg.errors import SecureAggregationError
 from papaya.secagg.offer import Offer
-from papaya.secagg.parameters import PRIVATE_SCHEME, SCHEME, PublicParameters
+from papaya.secagg.parameters import PRIVATE_SCHEME, PublicParameters
 from papaya.secagg.participant import ParticipantPolicy, Terms, UnsealedUpdate
 from papaya.verifiable_log.errors import LogError
 from papaya.verifiable_log.over_http import over_http
@@ -67,7 +68,12 @@ def no_tag(parameters_hash: bytes) -> bytes:
 
 
 def agreed_policy(
-    owner: DevicePolicy, task: TaskId, terms: TaskTerms, *, evaluates: bool
+    owner: DevicePolicy,
+    task: TaskId,
+    terms: TaskTerms,
+    *,
+    evaluates: bool,
+    norms: bool = False,
 ) -> ParticipantPolicy:
     """The terms under which a device masks: its own copy of the task file or the manifest that it
     has verified, and its owner's limits.
@@ -76,6 +82,8 @@ def agreed_policy(
     clip is refused (ProtocolError), because masked values would be unbounded.
     """
     minimum_threshold = max(owner.minimum_threshold, terms.threshold or 1)
+    if terms.privacy and evaluates:
+        return _agreed_evaluation(task, terms, terms.privacy, minimum_threshold, norms=norms)
     if evaluates:
         return ParticipantPolicy(
             task=task,
@@ -86,10 +94,11 @@ def agreed_policy(
             minimum_threshold=minimum_threshold,
             weighting="none",
             manifest=terms.manifest,
+            kind="evaluate" if terms.manifest else "",
         )
     if terms.clip is None:
         raise ProtocolError(f"task {task} has no clip, which secure aggregation requires")
-    private = structs.asdict(terms.privacy) if terms.privacy else {}
+    private = public_terms(terms.privacy) if terms.privacy else {}
     weighting, function = terms.weighting or Weighting(), terms.staleness or Staleness()
     damping = function.damping
     if damping is None:
@@ -107,8 +116,33 @@ def agreed_policy(
         manifest=terms.manifest,
         aggregation_goal=terms.aggregation_goal,
         threshold=terms.threshold if terms.manifest else None,
-        scheme=PRIVATE_SCHEME if terms.privacy else SCHEME,
+        kind="train" if terms.manifest else "",
         **(by | private),
+    )
+
+
+def _agreed_evaluation(
+    task: TaskId, terms: TaskTerms, privacy: PrivacyTerms, threshold: int, *, norms: bool
+) -> ParticipantPolicy:
+    """Of an evaluation or a histogram of norms with noise."""
+    found, metrics = privacy.evaluation, len(terms.metric_bounds)
+    if found is None:
+        raise ProtocolError(f"task {task} has no noise for evaluations")
+    return ParticipantPolicy(
+        task=task,
+        length=BINS if norms else private_evaluation_length(metrics),
+        clip=NORMS_CLIP if norms else evaluation_clip(metrics),
+        max_examples=1,
+        max_staleness=EVALUATION_MAX_STALENESS,
+        minimum_threshold=threshold,
+        manifest=terms.manifest,
+        kind="evaluate" if terms.manifest else "",
+        scheme=PRIVATE_SCHEME,
+        weighting="equal",
+        noise_multiplier=found.noise_multiplier,
+        delta=privacy.delta,
+        max_participations=found.max_participations,
+        expected_weight=1.0,
     )
 
 
@@ -142,7 +176,13 @@ class Trust:
             ) from error
 
     async def seal_aside(
-        self, work: Seal, terms: TaskTerms, *, evaluates: bool, tag: TagOf = no_tag
+        self,
+        work: Seal,
+        terms: TaskTerms,
+        *,
+        evaluates: bool,
+        norms: bool = False,
+        tag: TagOf = no_tag,
     ) -> Sealed:
         """Seal on a daemon thread: a slow log delays neither the loop nor the process's end."""
         loop = asyncio.get_running_loop()
@@ -159,7 +199,7 @@ class Trust:
         def run() -> None:
             result: Sealed | Exception
             try:
-                result = self.seal(work, terms, evaluates=evaluates, tag=tag)
+                result = self.seal(work, terms, evaluates=evaluates, norms=norms, tag=tag)
             except Exception as error:
                 result = error
             with suppress(RuntimeError):  # the loop is closed
@@ -168,13 +208,21 @@ class Trust:
         Thread(target=run, name="papaya-seal", daemon=True).start()
         return await sealed
 
-    def seal(self, work: Seal, terms: TaskTerms, *, evaluates: bool, tag: TagOf = no_tag) -> Sealed:
+    def seal(
+        self,
+        work: Seal,
+        terms: TaskTerms,
+        *,
+        evaluates: bool,
+        norms: bool = False,
+        tag: TagOf = no_tag,
+    ) -> Sealed:
         """Make all checks, then seal. Raises ProtocolError at the first check that fails."""
         offered = work.offer
         try:
             parameters = PublicParameters.decode(offered.parameters)
             self._believe(work, parameters)
-            policy = agreed_policy(self.policy, work.task, terms, evaluates=evaluates)
+            policy = agreed_policy(self.policy, work.task, terms, evaluates=evaluates, norms=norms)
             agreed = Terms(offered.identity, parameters, policy)
             update = UnsealedUpdate(
                 np.frombuffer(work.update, FLOAT32), work.examples, work.version

@@ -43,6 +43,7 @@ from papaya.device.download import task_of
 from papaya.device.example_store import ExampleStore, UseRefused
 from papaya.device.executor import GivenUp
 from papaya.device.ledger import PlannedUse, PrivacyAccount
+from papaya.device.measurements import trained_length, uploaded
 from papaya.device.process import DeviceProcess
 from papaya.device.training import Trainer, TrainingRequest
 from papaya.device.trust import no_tag
@@ -283,7 +284,8 @@ class DeviceVisit:
         program = task_of(joined.parameters)
         terms, bundle = self._equipment.trainer.terms(program), self._bundle(program)
         if bundle is None or bundles is None:
-            return PlannedUse(terms, "", program, 1.0, joined.evaluates)
+            name = program if terms is None else terms.task or program
+            return PlannedUse(terms, "", name, 1.0, joined.evaluates)
         share, manifest = bundles.policy_of(bundle).budget_share, bundle.manifest
         return PlannedUse(terms, manifest.owner, manifest.task, share, joined.evaluates)
 
@@ -302,23 +304,28 @@ class DeviceVisit:
     async def _train(self, effect: Train) -> None:
         joined = self.machine.joined
         assert joined is not None
-        assignment = TrainingRequest(
-            effect.task,
-            task_of(effect.parameters),
-            effect.session,
-            self._parameters,
-            joined.model_length,
-            joined.update_length,
-            effect.evaluates,
-            joined.secure,
-            self._training_s(task_of(effect.parameters), effect.timeout_s),
-            self._step_done,
-        )
         try:
             async with self._process.training_slot():
-                self._check_manifest(assignment.program)
+                self._check_manifest(task_of(effect.parameters))
                 self._planned = self._use()
+                terms = self._planned.terms
+                length = trained_length(terms, joined)
+                assignment = TrainingRequest(
+                    effect.task,
+                    task_of(effect.parameters),
+                    effect.session,
+                    self._parameters,
+                    joined.model_length,
+                    length,
+                    joined.evaluates and not joined.norms,
+                    joined.secure,
+                    self._training_s(task_of(effect.parameters), effect.timeout_s),
+                    self._step_done,
+                    is_clipped=not joined.norms,
+                )
                 trained = await self._equipment.trainer.train(assignment, self._equipment.store)
+            _check_update(trained, length)
+            trained = uploaded(trained, terms, joined)
             _check_update(trained, joined.update_length)
         except Exception as error:  # `knows` and `terms` are the app's code
             self._fail(error, "training_failed")
@@ -346,7 +353,9 @@ class DeviceVisit:
                 bundle.check_evaluation(offered.aggregation_goal)
             account = self._equipment.account
             tag = no_tag if account is None else account.tag
-            done = await trust.seal_aside(effect, terms, evaluates=joined.evaluates, tag=tag)
+            done = await trust.seal_aside(
+                effect, terms, evaluates=joined.evaluates, norms=joined.norms, tag=tag
+            )
         except Exception as error:  # whatever goes wrong, nothing was masked
             self._fail(error, "untrusted")
         else:

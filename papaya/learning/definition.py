@@ -21,6 +21,7 @@ from msgspec import UNSET, Struct, UnsetType, structs
 from papaya.config import (
     AsyncFL,
     EvaluationPlan,
+    EvaluationTerms,
     MetricBounds,
     OptimizerConfig,
     Privacy,
@@ -234,6 +235,9 @@ class TaskTerms(Struct, frozen=True):
     weighting: Weighting | UnsetType = UNSET
     staleness: Staleness | UnsetType = UNSET
     """Both unset if they are the defaults, as `metrics` is."""
+    task: str | UnsetType = UNSET
+    """The name in the device's own file. Participations in a private task count under it, whatever
+    name a server uses. Unset in program files and manifests, which have it elsewhere."""
 
     @classmethod
     def of(cls, config: TaskConfig) -> TaskTerms:
@@ -253,6 +257,11 @@ class TaskTerms(Struct, frozen=True):
     @property
     def metric_bounds(self) -> tuple[MetricBounds, ...]:
         return self.metrics or ()
+
+    @property
+    def private_evaluation(self) -> EvaluationTerms | None:
+        """The noise of evaluations and histograms of norms, if there is any."""
+        return self.privacy.evaluation if self.privacy else None
 
 
 class Task(Struct, frozen=True, kw_only=True, eq=False):

@@ -75,13 +75,17 @@ EVALUATION_LENGTH: Final = evaluation_length()
 
 
 class Share(msgspec.Struct, frozen=True):
-    """The clients with at least `from_volume` training examples, and how the model does there."""
+    """The clients with at least `from_volume` training examples, and how the model does there.
+
+    `deviations`: the standard deviation of the noise in `loss` and in each metric, if there is any.
+    """
 
     from_volume: int
     clients: float
     examples: float
     loss: float
     metrics: dict[str, float] = {}
+    deviations: dict[str, float] = {}
 
     @property
     def perplexity(self) -> float:
@@ -89,11 +93,19 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class EvaluationResult(msgspec.Struct, frozen=True):
-    """The mean loss and metrics by examples: over all clients, and over those with much data."""
+    """The mean loss and metrics by examples: over all clients, and over those with much data.
+
+    With noise, only over all clients.
+    """
 
     all: Share
-    p75: Share
-    p99: Share
+    p75: Share | None = None
+    p99: Share | None = None
+
+
+def with_deviation(value: float, deviation: float | None) -> str:
+    """A value in words, with the standard deviation of its noise if it has any."""
+    return f"{value:.4g}" if deviation is None else f"{value:.4g} ± {deviation:.2g}"
 
 
 def bucket(volume: int) -> int:
@@ -180,6 +192,13 @@ def admit_evaluation(pieces: Sequence[Vector], max_examples: int, metrics: int =
         raise UpdateRefused("over_norm", f"a loss of {loss_sum / examples:g} is out of bounds")
     if any(value > examples for value in values):
         raise UpdateRefused("over_norm", "a metric is above its upper bound")
+
+
+def client_sums(vector: Vector, metrics: int = 0) -> tuple[float, ...]:
+    """Of one client's vector: the sum of losses, the examples, and the sums of scaled metrics."""
+    table = _totals(vector.astype(FLOAT64).reshape(-1, _columns(metrics)), metrics)
+    loss_sum, examples, _, *sums = (float(total) for total in table.sum(axis=0))
+    return loss_sum, examples, *sums
 
 
 def summarize(

@@ -28,11 +28,13 @@ from papaya.config import (
     Evaluated,
     EvaluationPlan,
     OptimizerConfig,
+    Privacy,
     Requirements,
     SecureAggregation,
     StopRule,
     TaskConfig,
 )
+from papaya.config.privacy import NORMS_CLIP, evaluation_clip
 from papaya.config.task import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
 from papaya.errors import OperatorError
 from papaya.messages.base import BlobKey, TaskId
@@ -334,24 +336,26 @@ def evaluated_in(task: TaskId) -> TaskId:
 
 
 def evaluation_config(
-    config: TaskConfig, version: VersionRow, plan: EvaluationPlan, length: int
+    config: TaskConfig,
+    version: VersionRow,
+    plan: EvaluationPlan,
+    length: int,
+    *,
+    norms: bool = False,
 ) -> TaskConfig:
     """An evaluation is a task of one step that starts from zero: version 1 is the mean of what its
     clients upload, each counted as one example. `length` is the length of an evaluation's vector.
+    `norms`: make a histogram of the norms of updates instead.
     """
-    if config.privacy is not None:
-        raise OperatorError(
-            f"task {config.task} is private: an evaluation would reveal what the noise hides",
-            hint="export a version, and evaluate it on data of your own: papaya task export TASK",
-        )
-    secure = config.secure_aggregation
+    privacy = _evaluation_privacy(config, norms=norms)
+    secure, is_private = config.secure_aggregation, privacy is not None
     clients = max(plan.clients, config.threshold or 1)  # no smaller sum may be revealed
     return TaskConfig(
-        task=evaluation_id(config.task, version.version, version.evaluations),
+        task=evaluation_id(config.task, version.version, version.measured),
         concurrency=math.ceil(1.5 * clients),
         model_length=length,
         regime=AsyncFL(clients, EVALUATION_MAX_STALENESS),
-        clip=None if secure is None else EVALUATION_CLIP,
+        clip=None if secure is None or is_private else EVALUATION_CLIP,
         secure_aggregation=None if secure is None else SecureAggregation(config.threshold),
         optimizer=OptimizerConfig(kind="fedavg", rate=1.0),
         requirements=config.requirements,
@@ -361,6 +365,7 @@ def evaluation_config(
         participation_gap_s=0.0,
         commit_interval_s=config.commit_interval_s,
         stop=StopRule(versions=1, hours=plan.timeout_s / 3600),
+        privacy=privacy,
         evaluates=Evaluated(
             config.task,
             version.version,
@@ -368,7 +373,32 @@ def evaluation_config(
             config.model_length,
             config.max_examples,
             config.metrics,
+            private=None if config.privacy is None else config.privacy.terms.evaluation,
+            norms=norms,
         ),
+    )
+
+
+def _evaluation_privacy(config: TaskConfig, *, norms: bool) -> Privacy | None:
+    """The noise of an evaluation; none if the task has none."""
+    terms = None if config.privacy is None else config.privacy.terms
+    if terms is None:
+        if norms:
+            raise OperatorError(
+                f"task {config.task} is not private: a histogram of norms has no noise",
+                hint="set privacy and privacy.evaluation in the task's file",
+            )
+        return None
+    if terms.evaluation is None:
+        raise OperatorError(
+            f"task {config.task} is private, and has no noise for evaluations",
+            hint="papaya task update TASK --set privacy.evaluation.share=0.1",
+        )
+    return Privacy(
+        clip=NORMS_CLIP if norms else evaluation_clip(len(config.metrics)),
+        max_participations=terms.evaluation.max_participations,
+        delta=terms.delta,
+        noise_multiplier=terms.evaluation.noise_multiplier,
     )
 
 
@@ -396,10 +426,12 @@ def evaluate(
     submitted = submission(config, parameters, optimizer, now, pseudonym_key, candidate)
     key = version_key(of, version.version)
     counted = structs.replace(row, evaluations=row.evaluations + 1)
+    norms = config.evaluates.norms
     pinned = structs.replace(
         version,
         kept_until=max(version.kept_until, kept_until),
-        evaluations=version.evaluations + 1,
+        evaluations=version.evaluations + (not norms),
+        histograms=version.histograms + norms,
     )
     return Transaction(
         require=(*submitted.require, (task_key(of), row), (key, version)),

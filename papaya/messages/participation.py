@@ -93,6 +93,9 @@ class Join(Message, frozen=True):
 class Joined(Message, frozen=True):
     """`evaluates`: do not train, but evaluate these parameters on held-out data.
 
+    `norms`: train, and upload the bin of the norm of the update (docs/privacy.md); `evaluates` is
+    set too.
+
     `secure`: the update must be masked; the answer to the report carries an offer of the TSA.
     """
 
@@ -109,6 +112,7 @@ class Joined(Message, frozen=True):
     participation_gap_s: Seconds
     max_participations: Count | None
     secure: bool = False
+    norms: bool = False
 
 
 class Heartbeat(Message, frozen=True):

@@ -161,7 +161,7 @@ class VersionRow(Row, frozen=True):
     has marked it, or an evaluation pins it (`kept_until`).
     `restarts`: at this version the owner rolled the task back to an earlier model. Updates trained
     from the versions in between are not used any more.
-    `evaluations`: how many evaluations were started; it makes their names unique.
+    `evaluations`, `histograms`: how many evaluations and histograms of norms were started.
     """
 
     version: int
@@ -172,6 +172,12 @@ class VersionRow(Row, frozen=True):
     restarts: bool = False
     kept_until: float = 0.0
     evaluations: int = 0
+    histograms: int = 0
+
+    @property
+    def measured(self) -> int:
+        """Makes the names of evaluations and histograms unique."""
+        return self.evaluations + self.histograms
 
 
 class OptimizerRow(Row, frozen=True, omit_defaults=True):
@@ -252,6 +258,12 @@ class PointRow(Row, frozen=True):
     """The complete result of the evaluation, as JSON."""
     metrics: dict[str, float] = {}
     """The means of the task's own metrics over all clients, by name."""
+    deviations: dict[str, float] = {}
+    """The standard deviations of the noise in the loss and in the metrics, if there is any."""
+    norms: tuple[float, ...] = ()
+    """A histogram of the norms of updates, with noise (papaya/learning/private_evaluation.py)."""
+    norms_deviation: float = 0.0
+    """The standard deviation of the noise in each bin of `norms`."""
 
 
 class RevisionRow(Row, frozen=True):

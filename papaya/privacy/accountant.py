@@ -20,6 +20,7 @@ from typing import Final
 _STEPS: Final = 200  # of a bisection; a float64 has no more digits
 _FAR: Final = -30.0  # below it, erfc is close to the smallest float
 _LARGEST: Final = 1e12  # of epsilon and of mu
+_MOST_FINITE: Final = 700.0  # exp of more is not a float64
 
 
 def rho_of(noise_multiplier: float) -> float:
@@ -31,6 +32,14 @@ def rho_of(noise_multiplier: float) -> float:
 
 def mu_of(rho: float) -> float:
     return math.sqrt(2 * rho)
+
+
+def delta_of_sampler(epsilon: float, words: float) -> float:
+    """What so many words of noise add to delta, if each is within 2^-100 of the exact mechanism in
+    total variation (docs/privacy.md).
+    """
+    distance = words * 2.0**-100
+    return 1.0 if epsilon > _MOST_FINITE else min(1.0, (1 + math.exp(epsilon)) * distance)
 
 
 def replacement(mu: float) -> float:
@@ -85,11 +94,11 @@ def mu_for(epsilon: float, delta: float) -> float:
     return low
 
 
-def noise_multiplier_for(epsilon: float, delta: float, participations: int) -> float:
-    """The smallest noise multiplier, to four digits, with which so many participations cost at
-    most epsilon.
+def noise_multiplier_for(mu: float, participations: int, share: float = 1.0) -> float:
+    """The smallest noise multiplier, to four digits, with which so many participations together
+    cost at most this share of mu.
     """
-    exact = math.sqrt(participations) / mu_for(epsilon, delta)
+    exact = math.sqrt(participations / share) / mu
     unit = 10.0 ** (math.floor(math.log10(exact)) - 3)
     found = float(f"{math.ceil(exact / unit) * unit:.4g}")
     return found if found >= exact else float(f"{found + unit:.4g}")

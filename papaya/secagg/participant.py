@@ -45,9 +45,10 @@ DEFAULT_MINIMUM_THRESHOLD: Final = 10
 DEFAULT_MAXIMUM_STALENESS: Final = 1000
 _A_LITTLE_LESS: Final = 1 - 2.0**-20
 _OPTIONAL: Final = ("aggregation_goal", "threshold")
+# Not `number`: the device cannot know it, and no cost depends on it.
 _COMPARED: Final = (
-    *("scheme", "manifest", "task", "length", "clip", "max_examples", "max_staleness", "weighting"),
-    "damping",
+    *("scheme", "manifest", "kind", "task", "length", "clip", "max_examples", "max_staleness"),
+    *("weighting", "damping"),
     *("noise_multiplier", "delta", "max_participations", "expected_weight"),
     *_OPTIONAL,
 )
@@ -58,7 +59,8 @@ class ParticipantPolicy:
     """What this device agrees to: its own task file or signed manifest, and its owner's limits.
 
     `manifest`: the digest of the manifest that the device has verified; empty for a task file. The
-    quote binds the parameters, so a TSA that shows another digest serves another task.
+    quote binds the parameters, so a TSA that shows another digest serves another task. `kind`: what
+    the device was asked for under this manifest; empty without one.
     `aggregation_goal` and `threshold` are those that the manifest states; None if any is allowed.
     """
 
@@ -71,6 +73,7 @@ class ParticipantPolicy:
     maximum_staleness: int = DEFAULT_MAXIMUM_STALENESS
     weighting: str = "examples"
     manifest: str = ""
+    kind: str = ""
     aggregation_goal: int | None = None
     threshold: int | None = None
     scheme: str = SCHEME

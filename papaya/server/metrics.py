@@ -6,6 +6,7 @@
     papaya_http_… papaya_upload_… papaya_worker_… papaya_peer_… papaya_store_…   the driver
     papaya_tsa_…           whether the TSA answers
     papaya_task_loss, papaya_task_metric   the newest evaluation, at coordinators
+    papaya_task_metric_noise               the standard deviation of its noise
     papaya_build_info, process_…   this process
 
 Collectors read the machines at scrape time, on the loop's thread, where the machines live. The
@@ -211,13 +212,20 @@ class EvaluationCollector(Collector):
             "Mean of a metric of the task in the newest evaluation.",
             labels=("task", "metric"),
         )
+        noise = GaugeMetricFamily(
+            "papaya_task_metric_noise",
+            "Standard deviation of the noise in a metric of the newest evaluation, or in the loss.",
+            labels=("task", "metric"),
+        )
         for task, point in self._history.newest_evaluated().items():
             assert point.loss is not None
+            for name, value in point.deviations.items():
+                noise.add_metric((task, name), value)
             loss.add_metric((task,), point.loss)
             evaluated.add_metric((task,), point.version)
             for name, value in metrics_of(point).items():
                 metric.add_metric((task, name), value)
-        yield from (loss, evaluated, metric)
+        yield from (loss, evaluated, metric, noise)
 
 
 class TsaCollector(Collector):

@@ -142,6 +142,7 @@ def sealed(work: Seal, now: float, rng: Random, manifest: str = "", device: int 
         weighting=parameters.weighting,
         damping=parameters.damping,
         manifest=manifest,
+        kind=parameters.kind,
         scheme=parameters.scheme,
         noise_multiplier=parameters.noise_multiplier,
         delta=parameters.delta,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 from typing import Any
 
 import msgspec
@@ -10,7 +11,16 @@ import pytest
 
 from papaya.cli.task.privacy import NOT_ALL, privacy_in_words
 from papaya.cli.task.settings import changed
-from papaya.config import AsyncFL, EvaluationPlan, Privacy, SecureAggregation, SyncFL, TaskConfig
+from papaya.config import (
+    AsyncFL,
+    EvaluationPlan,
+    Privacy,
+    PrivateEvaluation,
+    SecureAggregation,
+    SyncFL,
+    TaskConfig,
+)
+from papaya.config.privacy import rho_of_revisions
 from papaya.errors import ConfigError
 from papaya.secagg.parameters import PRIVATE_SCHEME
 
@@ -134,10 +144,98 @@ def test_the_owner_is_told_epsilon_and_what_it_does_not_say() -> None:
     assert privacy_in_words(a_config(privacy=None, clip=1.0)) == []
 
 
+def test_an_owner_is_told_what_the_sampler_adds_and_how_often_evaluations_happen() -> None:
+    evaluation = PrivateEvaluation(share=0.1, max_participations=3)
+    first, _ = privacy_in_words(a_config(privacy=a_privacy(evaluation=evaluation)))
+    assert "10 participations and 3 evaluations per device" in first
+    terms = a_privacy(evaluation=evaluation).terms
+    words = 10 * 10_000 + 3 * 64
+    expected = (1 + math.exp(terms.epsilon_of_replacement)) * words * 2.0**-100
+    assert f"the sampler adds at most {expected:.1g} to δ" in first
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.9])
+def test_evaluations_have_their_share_of_epsilon(share: float) -> None:
+    evaluation = PrivateEvaluation(share=share, max_participations=4)
+    terms = a_privacy().terms
+    for own in ({}, {"epsilon": None, "noise_multiplier": 3.0}):
+        terms = a_privacy(evaluation=evaluation, **own).terms
+        assert terms.evaluation is not None
+        spent = 4 * terms.evaluation.rho
+        assert spent / (spent + 10 * terms.rho) == pytest.approx(share, rel=2e-3)
+        if not own:
+            assert 7.9 < terms.epsilon <= 8.0
+    assert terms.evaluation is not None
+    by_noise = PrivateEvaluation(
+        noise_multiplier=terms.evaluation.noise_multiplier, max_participations=4
+    )
+    again = a_privacy(evaluation=by_noise, epsilon=None, noise_multiplier=3.0).terms
+    assert again == terms
+    within = a_privacy(evaluation=PrivateEvaluation(noise_multiplier=50.0)).terms
+    assert within.evaluation is not None
+    assert within.evaluation.max_participations == 10, "as often as in training"
+    assert 7.9 < within.epsilon <= 8.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({}, "share and privacy.evaluation.noise_multiplier"),
+        ({"share": 0.1, "noise_multiplier": 1.0}, "share and privacy.evaluation.noise_multiplier"),
+        ({"share": 1.0}, "share"),
+        ({"share": 0.0}, "share"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier"),
+        ({"noise_multiplier": 0.01}, "noise_multiplier"),
+        ({"share": 0.1, "max_loss": 0.0}, "max_loss"),
+        ({"share": 0.1, "max_loss": math.inf}, "max_loss"),
+        ({"share": 0.1, "max_examples": 0}, "max_examples"),
+        ({"share": 0.1, "max_participations": 0}, "max_participations"),
+    ],
+)
+def test_evaluations_that_are_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^privacy\.evaluation\.{field} = ") as caught:
+        a_privacy(evaluation=PrivateEvaluation(**changes))
+    assert caught.value.hint
+
+
+def test_what_a_device_can_have_spent_over_revisions() -> None:
+    """The first ten participations can have cost the most, the next ten only what revision 2
+    costs; whatever a device does, its ledger has no more.
+    """
+    one = a_privacy(epsilon=None, noise_multiplier=1.0, max_participations=10).terms
+    two = a_privacy(epsilon=None, noise_multiplier=2.0, max_participations=20).terms
+    three = a_privacy(epsilon=None, noise_multiplier=0.5, max_participations=4).terms
+    assert rho_of_revisions([one]) == pytest.approx(10 * one.rho)
+    assert rho_of_revisions([one, two]) == pytest.approx(10 * one.rho + 10 * two.rho)
+    everything = 4 * three.rho + 6 * one.rho + 10 * two.rho
+    assert rho_of_revisions([two, three, one]) == pytest.approx(everything)
+    rng = Random(5)
+    for _ in range(200):
+        order, count, spent = [one, two, three], 0, 0.0
+        rng.shuffle(order)
+        for terms in order:
+            for _ in range(rng.randrange(25)):
+                if count < terms.max_participations:
+                    count, spent = count + 1, spent + terms.rho
+        assert spent <= everything * (1 + 1e-12)
+
+
+def test_a_revision_is_told_with_what_earlier_ones_allowed() -> None:
+    weak = a_privacy(epsilon=None, noise_multiplier=1.0).terms
+    config = a_config(privacy=a_privacy(epsilon=None, noise_multiplier=4.0))
+    own, all_of_them, _ = privacy_in_words(config, [weak, config.privacy.terms])  # type: ignore[union-attr]
+    assert f"ε = {weak.epsilon:.4g}" in all_of_them
+    assert f"ε = {weak.epsilon:.4g}" not in own
+    assert len(privacy_in_words(config, [config.privacy.terms])) == 2  # type: ignore[union-attr]
+
+
 def test_settings_can_be_changed_one_by_one() -> None:
     config = changed(a_config(), None, ["privacy.clip=0.5", "privacy.epsilon=4"])
     assert config.clip == 0.5
     assert config.privacy is not None
     assert 3.9 < config.privacy.terms.epsilon <= 4
+    evaluated = changed(a_config(), None, ["privacy.evaluation.share=0.2", "evaluation={}"])
+    assert evaluated.privacy is not None
+    assert evaluated.privacy.evaluation == PrivateEvaluation(share=0.2)
     with pytest.raises(ConfigError, match=r"differs from privacy\.clip"):
         changed(a_config(), None, ["clip=0.5"])

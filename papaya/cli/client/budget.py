@@ -10,7 +10,15 @@ from typing import Any
 
 from msgspec import Struct
 
-from papaya.cli.output import Commands, FormatOptions, add_format, bind, print_data, print_json
+from papaya.cli.output import (
+    Commands,
+    FormatOptions,
+    add_format,
+    bind,
+    plural,
+    print_data,
+    print_json,
+)
 from papaya.device.example_store import ExampleStore
 from papaya.device.ledger import PrivacyLedger
 from papaya.device.use_policy import PrivacyBudget, UsePolicy
@@ -58,9 +66,9 @@ def run(options: ClientBudgetOptions) -> int:
         print_data(_in_words(each))
         for spent in each.spent_on:
             owner = f" of owner {spent['owner']}" if spent["owner"] else ""
+            times = plural(spent["participations"], "participation")
             print_data(
-                f"  {spent['task']}{owner}, {spent['kind']}: {spent['participations']} "
-                f"participations, rho = {spent['rho']:.4g}"
+                f"  {spent['task']}{owner}, {spent['kind']}: {times}, rho = {spent['rho']:.4g}"
             )
     if not found:
         print_data("this device has no collections")

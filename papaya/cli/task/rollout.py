@@ -169,7 +169,7 @@ def _begin(client: AdminClient, options: TaskRolloutOptions) -> int:
     head, detail = newest_of(client, options.task)
     manifest = own_manifest(found, head)
     config, following = next_revision(manifest, detail, options.set or ())
-    note_consequences(config, detail)
+    note_consequences(client, found.owner, config, detail)
     is_lower = options.lower_is_better or options.metric in ("loss", PERPLEXITY)
     plan = RolloutPlan(
         shares=options.share,

@@ -128,8 +128,13 @@ def _known(kind: type[Struct]) -> list[str]:
     """Every name that --set takes: concurrency, regime, regime.over_selection, ..."""
     found = []
     for name, inner in _fields(kind).items():
-        found += [name, *(f"{name}.{each}" for each in (*_tags(inner), *_fields(inner)))]
+        found += [name, *(f"{name}.{each}" for each in (*_tags(inner), *_names(inner)))]
     return found
+
+
+def _names(kind: Any) -> list[str]:
+    """The fields of a struct and of the structs in it."""
+    return [each for inner in _structs(kind) for each in _known(inner)]
 
 
 def _tags(kind: Any) -> list[str]:

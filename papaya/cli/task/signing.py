@@ -152,7 +152,7 @@ def first_manifest(
         layout=loaded.manifest.tensors,
         client=structs.replace(loaded.task.client, max_examples=config.max_examples),
         examples=loaded.task.examples,
-        evaluation_clients=0 if config.evaluation is None else config.evaluation.clients,
+        evaluation_clients=config.evaluation_clients,
         metrics=config.metrics or UNSET,
         **_limits(config),
     )
@@ -166,7 +166,7 @@ def next_manifest(
         manifest,
         revision=revision,
         client=structs.replace(client, max_examples=config.max_examples),
-        evaluation_clients=0 if config.evaluation is None else config.evaluation.clients,
+        evaluation_clients=config.evaluation_clients,
         **_limits(config),
     )
 

@@ -27,7 +27,7 @@ from papaya.cli.admin_client import (
     task_path,
 )
 from papaya.cli.output import Commands, bind, note, plural, print_data, print_json, whole
-from papaya.cli.task.privacy import privacy_in_words
+from papaya.cli.task.privacy import earlier_terms, privacy_in_words
 from papaya.cli.task.settings import GivenSettings, changed, changed_client
 from papaya.cli.task.signing import (
     BundleBlobs,
@@ -154,8 +154,10 @@ def run(options: TaskSubmitOptions) -> int:
             warnings.append(_renamed(loaded.task.name, config.task))
     for warning in warnings:
         note(f"warning: {warning}")
-    for line in privacy_in_words(config):
-        note(line)
+    if config.privacy is not None:
+        earlier = [] if found is None else earlier_terms(client, config.task, found.owner)
+        for line in privacy_in_words(config, earlier):
+            note(line)
     bundle = b""
     if found is not None:
         blobs = bundle_blobs(options.file, loaded, compiled)

@@ -47,11 +47,12 @@ from papaya.cli.output import (
     whole,
 )
 from papaya.cli.task import compile as compiling
-from papaya.cli.task import diff, export, rollout, submit, update, watch
+from papaya.cli.task import diff, export, norms, rollout, submit, update, watch
 from papaya.cli.task.export import metric_names, result_of
 from papaya.config import StopRule, TaskConfig
 from papaya.errors import OperatorError, ProtocolError
 from papaya.learning.definition import ADAM_DEFAULTS, ClientSGD
+from papaya.learning.evaluation import with_deviation
 from papaya.messages.reasons import in_words, without_update
 from papaya.messages.storage import PointRow
 from papaya.server.admin.views import (
@@ -167,6 +168,7 @@ def add_to(commands: Commands) -> None:
     add_reason(delete)
     bind(delete, TaskDeleteOptions, run_delete)
     _add_versioned(actions)
+    norms.add_to(actions)
     export.add_to(actions)
 
 
@@ -380,6 +382,7 @@ def _facts(detail: TaskDetail, training: ClientSGD | None) -> list[str]:
         **(_of_an_evaluation(task) if task.evaluates else _of_a_model(detail)),
         "client": "" if training is None else _in_words(training),
         "server sees": _sees(config),
+        "privacy": _privacy(config),
         "no update": _no_update(detail.endings),
         "submitted": _date(task.submitted),
         "ended": _date(task.ended) if task.ended else "",
@@ -432,8 +435,22 @@ def _of_a_model(detail: TaskDetail) -> dict[str, str]:
 
 def _sees(config: TaskConfig) -> str:
     if config.threshold is None:
-        return "every update, in the clear"
-    return f"sums of {config.threshold} or more updates (secure aggregation)"
+        noise = "" if config.privacy is None else "; versions have noise"
+        return f"every update, in the clear{noise}"
+    noise = "" if config.privacy is None else " with noise"
+    return f"sums of {config.threshold} or more updates{noise} (secure aggregation)"
+
+
+def _privacy(config: TaskConfig) -> str:
+    if config.privacy is None:
+        return ""
+    terms = config.privacy.terms
+    times = plural(terms.max_participations, "participation")
+    noise = f"noise {terms.noise_multiplier:g} × clip {config.privacy.clip:g}"
+    if terms.evaluation is not None:
+        most = plural(terms.evaluation.max_participations, "evaluation")
+        times += f" and {most} (noise {terms.evaluation.noise_multiplier:g} × clip)"
+    return f"ε = {terms.epsilon:.3g} at δ = {terms.delta:g} for {times}; {noise}"
 
 
 def _plan(config: TaskConfig) -> str:
@@ -442,7 +459,8 @@ def _plan(config: TaskConfig) -> str:
         return "none"
     every = "every version" if plan.every_versions == 1 else f"every {plan.every_versions} versions"
     names = ", ".join(("loss", *(metric.name for metric in config.metrics)))
-    return f"{every}, on {plural(plan.clients, 'client')}: {names}"
+    noise = "" if config.privacy is None else ", with noise"
+    return f"{every}, on {plural(plan.clients, 'client')}: {names}{noise}"
 
 
 def _stops(stop: StopRule | None) -> str:
@@ -466,19 +484,25 @@ def _versions_table(
         if point is not None:
             staleness = f"{point.staleness:.1f}" if point.members else "-"
             found = {"perplexity": point.perplexity} | point.metrics
-            values = (point.loss, *(found.get(name) for name in names))
-            numbers = [f"{point.members:,}", staleness, *(_or_dash(v, ".4g") for v in values)]
+            values = {"loss": point.loss} | {name: found.get(name) for name in names}
+            shown = (
+                "-" if value is None else with_deviation(value, point.deviations.get(name))
+                for name, value in values.items()
+            )
+            numbers = [f"{point.members:,}", staleness, *shown]
         rows.append((f"{row.version:,}", _date(row.created), *numbers, " ".join(notes) or "-"))
     return table(("version", "created", "updates", "staleness", "loss", *names, "note"), rows)
 
 
 def _volume_table(detail: TaskDetail) -> str:
-    """The newest evaluation by data volume; empty under secure aggregation, where the server does
-    not learn which devices have much data.
+    """The newest evaluation by data volume; empty under secure aggregation and with noise, where
+    the server does not learn which devices have much data.
     """
     point = next((p for p in reversed(detail.points) if p.evaluated), None)
     result = None if point is None else result_of(point)
     if point is None or result is None or detail.config.is_secure:
+        return ""
+    if result.p75 is None or result.p99 is None:
         return ""
     names = metric_names(detail.config)
     rows = []

@@ -22,7 +22,7 @@ from papaya.cli.admin_client import (
     task_path,
 )
 from papaya.cli.output import Commands, bind, note, print_data, print_json
-from papaya.cli.task.privacy import privacy_in_words
+from papaya.cli.task.privacy import earlier_terms, privacy_in_words
 from papaya.cli.task.settings import GivenSettings, changed, changed_client
 from papaya.cli.task.signing import default_key, next_manifest, own_manifest, signer
 from papaya.config import TaskConfig
@@ -81,7 +81,7 @@ def run_update(options: TaskUpdateOptions) -> int:
     found, client = signer(options.owner or default_key()), client_for(options)
     head, detail = newest_of(client, options.task)
     config, following = next_revision(own_manifest(found, head), detail, options.set)
-    note_consequences(config, detail)
+    note_consequences(client, found.owner, config, detail)
     bundle = found.head(following, head.program, head.frozen_file)
     revision = Revision(config, bundle, options.why)
     view = client.post(task_path(detail.task.task, "revise"), revision, TaskView)
@@ -101,12 +101,15 @@ def run_renew(options: TaskRenewOptions) -> int:
     return 0
 
 
-def note_consequences(config: TaskConfig, detail: TaskDetail) -> None:
+def note_consequences(
+    client: AdminClient, owner: str, config: TaskConfig, detail: TaskDetail
+) -> None:
     """What the owner should know before a revision with these settings."""
     for warning in config.warnings():
         note(f"warning: {warning}")
-    for line in privacy_in_words(config):
-        note(line)
+    if config.privacy is not None:
+        for line in privacy_in_words(config, earlier_terms(client, detail.task.name, owner)):
+            note(line)
     if config.is_bound and detail.open_updates:
         note(
             f"warning: up to {detail.open_updates} acknowledged updates may be lost: a secure "

@@ -22,6 +22,7 @@ from papaya.cli.admin_client import (
     task_path,
 )
 from papaya.cli.output import Commands, bind, note, positive, print_data, print_json, printable
+from papaya.config.metrics import PERPLEXITY
 from papaya.errors import OperatorError
 from papaya.messages.storage import PointRow
 from papaya.server.admin.views import TaskDetail, TaskView
@@ -206,9 +207,13 @@ def numbers(detail: TaskDetail) -> list[str]:
     task = detail.task
     found = ["loss -"]
     if task.loss is not None:
-        found = [f"loss {task.loss:.3f} at version {task.evaluated}"]
-        found += [] if task.perplexity is None else [f"perplexity {task.perplexity:.1f}"]
-        found += [f"{name} {value:.4g}" for name, value in task.metrics.items()]
+        noise = {name: f" ± {value:.2g}" for name, value in task.deviations.items()}
+        found = [f"loss {task.loss:.3f}{noise.get('loss', '')} at version {task.evaluated}"]
+        if task.perplexity is not None:
+            found.append(f"perplexity {task.perplexity:.1f}{noise.get(PERPLEXITY, '')}")
+        found += [
+            f"{name} {value:.4g}{noise.get(name, '')}" for name, value in task.metrics.items()
+        ]
     made = [point for point in detail.points if point.members]
     if task.state == "running":
         has_begun = made or task.active  # before that, utilization says nothing

@@ -60,6 +60,8 @@ class ExecuTorchEngine:
         examples: Sequence[bytes],
         seed: int,
         step_done: StepDone = unwatched,
+        *,
+        is_clipped: bool = True,
     ) -> tuple[bytes, int]:
         """The update, little-endian float32 in manifest order, and the number of examples."""
         used = used_examples(examples, self._client)
@@ -74,7 +76,8 @@ class ExecuTorchEngine:
             trained = np.concatenate(
                 [program.parameters[name].reshape(-1) for name, _ in self.manifest.tensors]
             )
-        return update_bytes(trained, parameters, self._file.header.terms.clip), len(used)
+        clip = self._file.header.terms.clip if is_clipped else None
+        return update_bytes(trained, parameters, clip), len(used)
 
     def evaluate(
         self,

@@ -69,6 +69,8 @@ class TorchEngine:
         examples: Sequence[bytes],
         seed: int,
         step_done: StepDone = unwatched,
+        *,
+        is_clipped: bool = True,
     ) -> tuple[bytes, int]:
         """The update, little-endian float32 in manifest order, and the number of examples."""
         used = used_examples(examples, self.task.client)
@@ -81,7 +83,7 @@ class TorchEngine:
             torch.manual_seed(seed)
             for batch in training_batches(used, client, seed, step_done):
                 optimizer.step(self._gradients(checked_loss(self.task, self._module, batch)))
-        return self._update(parameters), len(used)
+        return self._update(parameters, self.task.clip if is_clipped else None), len(used)
 
     def evaluate(
         self,
@@ -116,7 +118,7 @@ class TorchEngine:
         values = list(self._parameters.values())
         return torch.autograd.grad(loss, values, allow_unused=True)
 
-    def _update(self, initial: Vector) -> bytes:
+    def _update(self, initial: Vector, clip: float | None) -> bytes:
         parts = [value.detach().numpy().ravel() for value in self._parameters.values()]
         trained: Vector = np.concatenate(parts).astype(FLOAT32, copy=False)
-        return update_bytes(trained, initial, self.task.clip)
+        return update_bytes(trained, initial, clip)

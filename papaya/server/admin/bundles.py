@@ -285,10 +285,7 @@ def _check_agreement(manifest: TaskManifest, config: TaskConfig) -> None:
         "max_staleness": (manifest.max_staleness, config.max_staleness),
         "training_timeout_s": (manifest.training_timeout_s, config.training_timeout_s),
         "upload_timeout_s": (manifest.upload_timeout_s, config.upload_timeout_s),
-        "evaluation.clients": (
-            manifest.evaluation_clients,
-            0 if config.evaluation is None else config.evaluation.clients,
-        ),
+        "evaluation.clients": (manifest.evaluation_clients, config.evaluation_clients),
         "metrics": (manifest.metric_bounds, config.metrics),
         "participation_gap_s": (participation.gap_s, config.participation_gap_s),
         "max_participations": (participation.max_count, config.max_participations),

@@ -2,14 +2,15 @@
 
 An evaluation is a task that pins a version of another task. Its own version 1 is the mean over K
 clients of (Σ loss, Σ examples, 1, Σ metrics) per bucket of data volume, so K times the mean are the
-sums.
-`papaya/messages/owner.py` has the rows, `papaya/learning/evaluation.py` the vector.
+sums. The vectors of private tasks are others.
+`papaya/messages/owner.py` has the rows, `papaya/learning/evaluation.py` and
+`papaya/learning/private_evaluation.py` the vectors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from secrets import token_bytes
 
 import msgspec
@@ -18,12 +19,24 @@ from msgspec import structs
 
 from papaya.aggregator.sessions import pinned_until
 from papaya.aggregator.shards import initial_blobs
-from papaya.config import EvaluationPlan, ServerConfig, TaskConfig
+from papaya.config import Evaluated, EvaluationPlan, ServerConfig, TaskConfig
 from papaya.config.metrics import PERPLEXITY
+from papaya.config.privacy import NORMS_CLIP
 from papaya.errors import ConfigError, OperatorError
 from papaya.learning import parameters
-from papaya.learning.evaluation import EvaluationResult, evaluation_length, summarize
+from papaya.learning.evaluation import (
+    EvaluationResult,
+    evaluation_length,
+    summarize,
+    with_deviation,
+)
 from papaya.learning.parameters import FLOAT32, FLOAT64
+from papaya.learning.private_evaluation import (
+    BINS,
+    histogram,
+    private_evaluation_length,
+    summarize_private,
+)
 from papaya.messages import owner
 from papaya.messages.base import TaskId
 from papaya.messages.storage import Outcome, PointRow, TaskRow, Transaction, VersionRow, task_key
@@ -64,8 +77,12 @@ def check_plan(config: TaskConfig) -> None:
         ) from error
 
 
-def _config(config: TaskConfig, version: VersionRow, plan: EvaluationPlan) -> TaskConfig:
-    return owner.evaluation_config(config, version, plan, evaluation_length(len(config.metrics)))
+def _config(
+    config: TaskConfig, version: VersionRow, plan: EvaluationPlan, *, norms: bool = False
+) -> TaskConfig:
+    length = evaluation_length if config.privacy is None else private_evaluation_length
+    values = BINS if norms else length(len(config.metrics))
+    return owner.evaluation_config(config, version, plan, values, norms=norms)
 
 
 def of(task: TaskId, rows: Iterable[TaskRow]) -> list[TaskRow]:
@@ -78,10 +95,10 @@ def of(task: TaskId, rows: Iterable[TaskRow]) -> list[TaskRow]:
 
 
 async def running(state: AsyncState, task: TaskId, version: VersionRow) -> TaskId | None:
-    """The evaluation of this version that is still running, if any."""
-    if version.evaluations == 0:
+    """The evaluation or histogram of this version that is still running, if any."""
+    if version.measured == 0:
         return None
-    last = owner.evaluation_id(task, version.version, version.evaluations - 1)
+    last = owner.evaluation_id(task, version.version, version.measured - 1)
     row = (await state.read((task_key(last),))).get(task_key(last))
     return last if isinstance(row, TaskRow) and not row.is_over else None
 
@@ -94,9 +111,13 @@ async def start(
     plan: EvaluationPlan,
     now: float,
     server: ServerConfig,
+    *,
+    norms: bool = False,
 ) -> tuple[TaskConfig, Outcome]:
-    """Submit an evaluation of one version; refused if the row of the task or version changed."""
-    evaluation = _config(row.config, version, plan)
+    """Submit an evaluation of one version, or a histogram of norms; refused if the row of the task
+    or version changed.
+    """
+    evaluation = _config(row.config, version, plan, norms=norms)
     initial = initial_blobs(evaluation, np.zeros(evaluation.model_length, FLOAT32))
     for key, data in initial:
         await blobs.put(key, data)
@@ -108,26 +129,62 @@ async def start(
     return evaluation, await transact(change)
 
 
-async def result(blobs: AdminBlobs, evaluation: TaskRow, version: VersionRow) -> EvaluationResult:
-    """The result in the evaluation's version 1; ProtocolError if clients sent invalid sums."""
+async def with_result(
+    point: PointRow, blobs: AdminBlobs, evaluation: TaskRow, version: VersionRow, of: TaskConfig
+) -> tuple[PointRow, str]:
+    """The point with the result in the evaluation's version 1, and the result in words.
+
+    ProtocolError if clients sent invalid sums.
+    """
     data = await blobs.get(version.parameters)
-    pinned = evaluation.config.evaluates
+    config, pinned = evaluation.config, evaluation.config.evaluates
     assert pinned is not None
-    mean = parameters.decode(data, evaluation.config.model_length).astype(FLOAT64)
-    sums = mean * evaluation.config.aggregation_goal
-    return summarize(sums, pinned.max_examples, pinned.metrics)
+    clients = config.aggregation_goal
+    sums = parameters.decode(data, config.model_length).astype(FLOAT64) * clients
+    if pinned.private is None:
+        found = summarize(sums, pinned.max_examples, pinned.metrics)
+    elif pinned.norms:
+        counts, deviation = histogram(sums, clients, pinned.private), _norms_deviation(pinned)
+        measured = structs.replace(point, norms=counts, norms_deviation=deviation)
+        return measured, f"a histogram of the norms of {clients} clients"
+    else:
+        found = summarize_private(sums, clients, pinned.private, pinned.metrics)
+    measured = _evaluated(point, found, perplexity=of.perplexity)
+    values = {"loss": found.all.loss, **found.all.metrics}
+    shown = ", ".join(
+        f"{name} {with_deviation(value, found.all.deviations.get(name))}"
+        for name, value in values.items()
+    )
+    return measured, f"{shown} over {found.all.clients:.0f} clients"
 
 
-def with_result(point: PointRow, found: EvaluationResult, *, perplexity: bool) -> PointRow:
+def _norms_deviation(pinned: Evaluated) -> float:
+    assert pinned.private is not None
+    return NORMS_CLIP * pinned.private.noise_multiplier
+
+
+def _evaluated(point: PointRow, found: EvaluationResult, *, perplexity: bool) -> PointRow:
     """The point with a result; with exp(loss) if the task asks for it."""
-    value = found.all.perplexity if perplexity else math.inf
+    value, deviations = found.all.perplexity if perplexity else math.inf, found.all.deviations
+    if deviations and value < math.inf:
+        deviations = deviations | {PERPLEXITY: value * deviations["loss"]}
     return structs.replace(
         point,
         loss=found.all.loss,
         perplexity=value if value < math.inf else None,
         metrics=found.all.metrics,
+        deviations=deviations,
         evaluated=msgspec.json.encode(found).decode(),
     )
+
+
+def has_result(evaluation: TaskRow, points: Mapping[int, PointRow]) -> bool:
+    """Does the history of the evaluated task have the result of this evaluation?"""
+    pinned = evaluation.config.evaluates
+    found = None if pinned is None else points.get(pinned.version)
+    if found is None or pinned is None:
+        return False
+    return bool(found.norms if pinned.norms else found.evaluated)
 
 
 def metrics_of(point: PointRow) -> dict[str, float]:

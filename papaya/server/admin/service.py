@@ -339,8 +339,8 @@ class AdminService:
             raise OperatorError(
                 f"{found.task} is itself an evaluation", hint="evaluate the original task instead"
             )
-        plan = config.evaluation or EvaluationPlan()
-        signed = 0 if config.evaluation is None else plan.clients
+        signed = config.evaluation_clients
+        plan = config.evaluation or EvaluationPlan(clients=signed or EvaluationPlan().clients)
         is_signed = config.requirements.bundle is not None
         if is_signed and (signed == 0 or (request.clients or signed) < signed):
             raise Conflict(
@@ -365,6 +365,7 @@ class AdminService:
             plan,
             self.now(),
             self._server,
+            norms=request.norms,
         )
         self.settle(outcome)
         return Started(evaluation.task, row.version)
@@ -517,6 +518,7 @@ class AdminService:
             loss=None if last is None else last.loss,
             perplexity=None if last is None else last.perplexity,
             metrics={} if last is None else last.metrics,
+            deviations={} if last is None else last.deviations,
         )
 
 

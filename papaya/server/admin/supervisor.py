@@ -35,7 +35,6 @@ from papaya.messages.storage import (
     TASKS,
     DeletedRow,
     EndingsRow,
-    PointRow,
     RolloutRow,
     Row,
     TaskRow,
@@ -138,7 +137,7 @@ class Supervisor:
         versions = {r.version: r for r in found.values() if isinstance(r, VersionRow)}
         await self._history.record(row, versions)
         points = await self._history.points(task)
-        if any(e.state == "completed" and not _has_result(e, points) for e in own):
+        if any(e.state == "completed" and not evaluations.has_result(e, points) for e in own):
             self._history.forget(task)  # another supervisor wrote it
         if row.state in ("running", "completed"):
             await self._evaluate_if_due(row, own, versions)
@@ -153,7 +152,11 @@ class Supervisor:
             return
         points = await self._history.points(row.config.task)
         tried = [p.version for p in points.values() if p.evaluated]
-        tried += [e.config.evaluates.version for e in own if e.config.evaluates is not None]
+        tried += [
+            pinned.version
+            for evaluation in own
+            if (pinned := evaluation.config.evaluates) is not None and not pinned.norms
+        ]
         # Versions are read after `own`, so they show what another supervisor started since.
         tried += [version for version, found in versions.items() if found.evaluations]
         due = evaluations.due_version(plan, versions, tried, is_last=row.is_over)
@@ -197,16 +200,11 @@ class Supervisor:
         if old is None:
             return  # its point is written in the next turn
         try:
-            found = await evaluations.result(self._blobs, row, made)
+            new, why = await evaluations.with_result(old, self._blobs, row, made, of.config)
         except PapayaError as error:
             await self._end(row, str(error))
             return
-        values = {"loss": found.all.loss, **found.all.metrics}
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-        why = f"{shown} over {found.all.clients:.0f} clients"
-        new = evaluations.with_result(old, found, perplexity=of.config.perplexity)
-        points = (old, new)
-        change = owner.end_evaluation(row, "completed", self._now(), why, points)
+        change = owner.end_evaluation(row, "completed", self._now(), why, (old, new))
         self._history.forget(pinned.task)
         await self._write(change, _ended(row, "completed", why))
 
@@ -304,9 +302,3 @@ def _one_error_at_a_time(what: str) -> Iterator[None]:
         logger.error("%s; hint: %s", error, error.hint)
     except Exception:
         logger.exception("the supervisor failed in %s", what)
-
-
-def _has_result(evaluation: TaskRow, points: dict[int, PointRow]) -> bool:
-    pinned = evaluation.config.evaluates
-    found = None if pinned is None else points.get(pinned.version)
-    return found is not None and bool(found.evaluated)

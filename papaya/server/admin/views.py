@@ -107,12 +107,15 @@ class Mark(Struct, frozen=True):
 
 
 class Evaluate(Struct, frozen=True):
-    """None means the newest version, and the plan's number of clients."""
+    """None means the newest version, and the plan's number of clients. `norms`: make a histogram of
+    the norms of updates instead.
+    """
 
     version: Version | None = None
     clients: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
     why: Why = ""
+    norms: bool = False
 
 
 class Revoke(Struct, frozen=True):
@@ -307,6 +310,8 @@ class TaskView(Struct, frozen=True, kw_only=True):
     loss: float | None = None
     perplexity: float | None = None
     metrics: dict[str, float] = {}
+    deviations: dict[str, float] = {}
+    """The standard deviations of the noise in them, by name, if there is any."""
 
 
 class TaskDetail(Struct, frozen=True, kw_only=True):

@@ -281,9 +281,15 @@ async function oneTask(id, status) {
     h("h2", {}, "Versions"),
     table("The newest 20 versions", [
       { name: "Version", number: true }, { name: "Made" }, { name: "Updates", number: true }, { name: "Examples", number: true }, { name: "Staleness", number: true }, { name: "Loss", number: true }, ...metrics.map((name) => ({ name, number: true })),
-    ], all.slice(-20).reverse().map((p) => [short(p.version), date(p.created), short(p.members), short(p.examples), short(p.staleness), short(p.loss), ...metrics.map((name) => short(p.metrics?.[name]))])),
+    ], all.slice(-20).reverse().map((p) => [short(p.version), date(p.created), short(p.members), short(p.examples), short(p.staleness), noised(p, "loss", p.loss), ...metrics.map((name) => noised(p, name, p.metrics?.[name]))])),
     ...history(),
   ].filter(Boolean);
+}
+
+// A value of an evaluation, with the standard deviation of its noise if it has any.
+function noised(point, name, value) {
+  const deviation = point.deviations?.[name];
+  return deviation === undefined ? short(value) : `${short(value)} ± ${short(deviation)}`;
 }
 
 function sees(task, config) {
@@ -321,7 +327,9 @@ function rollout(found) {
 
 function privacy(config) {
   if (!config.privacy) return null;
-  const terms = Object.entries(config.privacy).filter(([, value]) => value !== null).map(([name, value]) => `${name} ${value}`);
+  const { evaluation, ...own } = config.privacy;
+  const named = [...Object.entries(own), ...Object.entries(evaluation ?? {}).map(([name, value]) => [`evaluation ${name}`, value])];
+  const terms = named.filter(([, value]) => value !== null).map(([name, value]) => `${name} ${value}`);
   return h("p", {}, `Differential privacy: ${config.secure_aggregation ? "the TSA" : "the aggregator"} adds noise to each sum (${terms.join(", ")}). Each device keeps its own budget, which the server cannot see.`);
 }
 

@@ -264,6 +264,15 @@ def test_only_what_is_new_is_added() -> None:
         assert store.add("text", [b"a"], 2.0) == 1, "an app may add what it likes"
 
 
+def test_an_example_from_the_future_does_not_outlive_a_window_of_the_budget() -> None:
+    """Its clock was a year ahead. From the first look with the right clock it has its usual age."""
+    with ExampleStore(":memory:", {"text": ALL}) as store:
+        store.add("text", [b"early"], 1_000_000.0)
+        assert everything(store, 50.0) == [b"early"]
+        assert everything(store, 149.0) == [b"early"]
+        assert everything(store, 151.0) == []
+
+
 def test_what_has_expired_is_new_again() -> None:
     with ExampleStore(":memory:", {"text": policy(max_age_s=10.0)}) as store:
         assert store.add_new("text", [b"a"], 0.0) == 1

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from msgspec import UNSET, UnsetType
 
-from papaya.config import PrivacyTerms
+from papaya.config import EvaluationTerms, PrivacyTerms
 from papaya.device.example_store import ExampleStore
 from papaya.device.executor import GivenUp
 from papaya.device.ledger import Allowance, Charge, PlannedUse, PrivacyAccount, PrivacyLedger
@@ -38,7 +38,17 @@ def a_charge(rho: float = BUDGET.rho / 4, **changes: Any) -> Charge:
     return charge._replace(**changes)
 
 
-def a_use(z: float | None = 2.0, *, evaluates: bool = False, most: int = 10) -> PlannedUse:
+def evaluation_terms(z: float) -> EvaluationTerms:
+    return EvaluationTerms(noise_multiplier=z, max_participations=3, max_loss=10.0, max_examples=10)
+
+
+def a_use(
+    z: float | None = 2.0,
+    *,
+    evaluates: bool = False,
+    most: int = 10,
+    evaluation: float | None = None,
+) -> PlannedUse:
     privacy: PrivacyTerms | UnsetType = UNSET
     if z is not None:
         privacy = PrivacyTerms(
@@ -47,6 +57,7 @@ def a_use(z: float | None = 2.0, *, evaluates: bool = False, most: int = 10) -> 
             max_participations=most,
             weighting="equal",
             expected_weight=1.0,
+            evaluation=None if evaluation is None else evaluation_terms(evaluation),
         )
     terms = TaskTerms(True, 5, 100, 8, 1.0, 10, privacy=privacy, collection="keyboard")
     return PlannedUse(terms, "", "next-word", 1.0, evaluates)
@@ -78,6 +89,9 @@ def test_a_device_takes_part_as_often_as_signed_over_all_runs(ledger: PrivacyLed
         ledger.spend(a_charge(rho=1e-6, most=3), None, NOW)
     with pytest.raises(GivenUp, match="taken part 3 times"):
         ledger.spend(a_charge(rho=1e-6, most=3), None, NOW + 1000 * DAY_S)
+    with pytest.raises(GivenUp, match="taken part 3 times"):
+        ledger.spend(a_charge(rho=1e-6, most=3, collection="photos"), None, NOW)
+    ledger.spend(a_charge(rho=1e-6, most=3, kind="evaluate"), None, NOW)  # has its own limit
     ledger.spend(a_charge(rho=1e-6, most=4), None, NOW)  # the owner has signed more
 
 
@@ -118,6 +132,25 @@ def test_a_collection_with_a_budget_takes_part_in_nothing_without_noise(tmp_path
         account.spend(a_use(None), NOW)  # nothing to charge
         assert ledger.collections() == ()
         assert "would have spent" in account.why_not(a_use(0.1), NOW)
+
+
+def test_an_evaluation_costs_what_its_own_noise_says(tmp_path: Path) -> None:
+    path = tmp_path / "device.db"
+    policies = {"keyboard": UsePolicy(tasks=("*",), budget=BUDGET)}
+    with ExampleStore(path, policies) as store, PrivacyLedger(path) as ledger:
+        account = PrivacyAccount(ledger, store)
+        assert "no noise" in account.why_not(a_use(evaluates=True), NOW)
+        use = a_use(evaluates=True, evaluation=4.0)
+        for _ in range(3):
+            account.spend(use, NOW)
+        assert "taken part 3 times (evaluate)" in account.why_not(use, NOW)
+        account.spend(a_use(2.0, evaluation=4.0), NOW)
+        spent = ledger.spent("keyboard")
+        assert [(each.kind, each.participations) for each in spent] == [
+            ("evaluate", 3),
+            ("train", 1),
+        ]
+        assert [each.rho for each in spent] == pytest.approx([3 / 32, 1 / 8])
 
 
 def test_without_a_budget_participations_are_recorded_and_not_limited(tmp_path: Path) -> None:

@@ -6,19 +6,22 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from papaya.client.work import Finish, Trained
-from papaya.config import PrivacyTerms
+from papaya.config import EvaluationTerms, PrivacyTerms
 from papaya.device.events import Event, VisitEnded
 from papaya.device.example_store import ExampleStore
 from papaya.device.ledger import Charge, PrivacyLedger
 from papaya.device.training import ProtocolTrainer, TrainingRequest
 from papaya.device.use_policy import PrivacyBudget, UsePolicy
 from papaya.learning.definition import TaskTerms
+from papaya.learning.private_evaluation import BINS, norm_bin, private_evaluation_length
 from tests.unit.device.fake_selector import (
+    KEY,
     UPDATE,
     FakeSelector,
     answer,
@@ -31,7 +34,7 @@ from tests.unit.device.fake_selector import (
 BUDGET = PrivacyBudget(epsilon=8.0, delta=1e-7)
 
 
-def terms(z: float | None, most: int = 5) -> TaskTerms:
+def terms(z: float | None, most: int = 5, evaluation: float | None = None) -> TaskTerms:
     privacy: PrivacyTerms | UnsetType = UNSET
     if z is not None:
         privacy = PrivacyTerms(
@@ -40,6 +43,11 @@ def terms(z: float | None, most: int = 5) -> TaskTerms:
             max_participations=most,
             weighting="equal",
             expected_weight=1.0,
+            evaluation=None
+            if evaluation is None
+            else EvaluationTerms(
+                noise_multiplier=evaluation, max_participations=1, max_loss=4.0, max_examples=10
+            ),
         )
     return TaskTerms(False, 3, 100, 8, 1.0, None, privacy=privacy, collection="keyboard")
 
@@ -134,6 +142,72 @@ def test_a_collection_with_a_budget_takes_part_in_nothing_without_noise(
     finish, detail, _ = visit(tmp_path / "device.db", found, join=join)
     assert finish == Finish("failed", "declined")
     assert "no noise" in detail
+
+
+def measure(path: Path, found: TaskTerms, length: int, *, norms: bool) -> tuple[Finish, bytes]:
+    """A visit that is asked for an evaluation or a histogram, and what was uploaded."""
+    asked = joined(
+        evaluates=True,
+        norms=norms,
+        update_length=length,
+        task="next-word-eval-7",
+        participation_gap_s=0.0,
+    )
+    finish, _, fake = visit(path, found, join=answer(asked))
+    return finish, b"".join(fake.completed)
+
+
+def test_a_private_evaluation_uploads_a_few_bounded_numbers_and_is_charged(tmp_path: Path) -> None:
+    path, found = tmp_path / "device.db", terms(2.0, evaluation=4.0)
+    finish, sent = measure(path, found, private_evaluation_length(0), norms=False)
+    assert finish.ending == "counted"
+    vector = np.frombuffer(sent, np.float32)
+    # One held-out example with a loss of 1: a tenth of the weight, and a quarter of the range.
+    assert vector[:2].tolist() == pytest.approx([0.1, 0.1 * (0.25 - 0.5)])
+    assert not vector[2:].any()
+    assert charges(path) == [1 / 32]
+
+
+def test_a_histogram_has_the_norm_of_the_whole_update_and_costs_an_evaluation(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "device.db"
+    asked: list[TrainingRequest] = []
+
+    class Large(PrivateTrainer):
+        async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
+            asked.append(assignment)
+            return Trained(np.array([3.0, 0.0, 4.0], np.float32).tobytes(), 7)
+
+    measuring = joined(evaluates=True, norms=True, update_length=BINS, task="next-word-eval-7")
+    found = terms(2.0, evaluation=4.0)
+    finish, _, fake = visit(path, found, trainer=Large, join=answer(measuring))
+    assert finish.ending == "counted"
+    vector = np.frombuffer(b"".join(fake.completed), np.float32)
+    assert np.flatnonzero(vector).tolist() == [norm_bin(5.0)]
+    [request] = asked
+    assert (request.evaluates, request.is_clipped, request.update_length) == (False, False, 3)
+    assert charges(path) == [1 / 32]
+
+
+def test_a_histogram_without_noise_is_declined(tmp_path: Path) -> None:
+    measuring = joined(evaluates=True, norms=True, update_length=BINS)
+    finish, detail, fake = visit(
+        tmp_path / "device.db", terms(None), budget=None, join=answer(measuring)
+    )
+    assert finish == Finish("failed", "declined")
+    assert "no noise" in detail
+    assert not fake.uploads
+
+
+def test_a_server_that_uses_another_name_does_not_reset_the_count(tmp_path: Path) -> None:
+    """A task file is the same task under every alias."""
+    path, found = tmp_path / "device.db", structs.replace(terms(2.0, most=1), task="in-the-file")
+    visit(path, found)
+    other = joined(task="renamed", parameters=KEY.replace("next-word", "renamed"))
+    finish, detail, _ = visit(path, found, join=answer(other))
+    assert finish == Finish("failed", "declined")
+    assert "task in-the-file: this device has taken part 1 times" in detail
 
 
 def test_participations_are_counted_whatever_the_server_says(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_its_terms_are_those_of_the_task(programs: Programs) -> None:
     assert task.module_hash == program_file().name
     expected = TaskTerms.of(loaded_task().config())
     collection = loaded_task().task.examples.collection
-    assert task.terms == structs.replace(expected, collection=collection)
+    assert task.terms == structs.replace(expected, collection=collection, task="sums")
     assert task.terms.secure
     assert task.examples == loaded_task().task.examples
 

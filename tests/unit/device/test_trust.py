@@ -10,11 +10,20 @@ import pytest
 from msgspec import structs
 
 from papaya.attestation.policy import DevicePolicy
-from papaya.config import AsyncFL, EvaluationPlan, Requirements, SecureAggregation, TaskConfig
+from papaya.config import (
+    AsyncFL,
+    EvaluationPlan,
+    Privacy,
+    PrivateEvaluation,
+    Requirements,
+    SecureAggregation,
+    TaskConfig,
+)
 from papaya.device.trust import agreed_policy
 from papaya.errors import ProtocolError
 from papaya.learning.definition import TaskTerms
 from papaya.learning.evaluation import EVALUATION_LENGTH
+from papaya.learning.private_evaluation import BINS, private_evaluation_length
 from papaya.messages.owner import evaluation_config
 from papaya.messages.storage import VersionRow
 from papaya.secagg.errors import OfferRefused
@@ -161,6 +170,64 @@ def test_an_evaluation_has_the_manifest_of_its_task(manifest: str, agrees: bool)
     policy = agreed_policy(an_owner(), evaluation.task, SIGNED, evaluates=True)
     with nullcontext() if agrees else pytest.raises(OfferRefused, match="manifest"):
         policy.check(found)
+
+
+PRIVATE = Privacy(
+    clip=1.0,
+    max_participations=5,
+    delta=1e-7,
+    epsilon=8.0,
+    evaluation=PrivateEvaluation(share=0.2),
+)
+
+
+def a_private_config(**changes: Any) -> TaskConfig:
+    return a_config(**({"clip": None, "privacy": PRIVATE} | changes))
+
+
+def measured(config: TaskConfig, *, norms: bool) -> PublicParameters:
+    length = BINS if norms else private_evaluation_length(0)
+    plan = EvaluationPlan(clients=10)
+    return offered(evaluation_config(config, A_VERSION, plan, length, norms=norms))
+
+
+@pytest.mark.parametrize("manifest", ["", "ab" * 32])
+@pytest.mark.parametrize("norms", [False, True])
+def test_a_device_agrees_to_private_evaluations_as_its_terms_say(
+    norms: bool, manifest: str
+) -> None:
+    config = a_private_config(requirements=Requirements(manifest=manifest or None))
+    terms = structs.replace(TaskTerms.of(config), manifest=manifest)
+    found = measured(config, norms=norms)
+    policy = agreed_policy(an_owner(), found.task, terms, evaluates=True, norms=norms)
+    policy.check(found)
+    changes: dict[str, Any] = {"noise_multiplier": 0.1, "max_participations": 9, "clip": 5.0}
+    for field, value in changes.items():
+        with pytest.raises(OfferRefused, match=field):
+            policy.check(dataclasses.replace(found, **{field: value}))
+    other = measured(config, norms=not norms)
+    with pytest.raises(OfferRefused, match=r"length|clip"):
+        policy.check(dataclasses.replace(other, task=found.task))
+
+
+def test_parameters_of_an_evaluation_are_none_of_training() -> None:
+    """Both have the same scheme, so the kind must be compared. A device would charge the cost of
+    training and seal for a group with the noise of evaluations, or the other way round.
+    """
+    config = a_private_config(requirements=Requirements(manifest="ab" * 32))
+    terms = structs.replace(
+        TaskTerms.of(config), manifest="ab" * 32, aggregation_goal=config.aggregation_goal
+    )
+    policy = agreed_policy(an_owner(), "next-word", terms, evaluates=False)
+    policy.check(offered(config))
+    with pytest.raises(OfferRefused, match="kind"):
+        policy.check(dataclasses.replace(offered(config), kind="evaluate", number=3))
+
+
+def test_evaluations_without_noise_are_not_sealed() -> None:
+    terms = TaskTerms.of(a_private_config(privacy=structs.replace(PRIVATE, evaluation=None)))
+    with pytest.raises(ProtocolError, match="no noise for evaluations"):
+        agreed_policy(an_owner(), "next-word", terms, evaluates=True)
 
 
 def test_a_file_in_the_clear_has_no_threshold() -> None:

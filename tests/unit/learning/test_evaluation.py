@@ -78,6 +78,7 @@ def test_means_are_by_examples_over_the_clients_at_or_above_a_percentile(
 ) -> None:
     result = summarize(the_sums(found))
     for share, wanted in ((result.all, 1.0), (result.p75, 0.25), (result.p99, 0.01)):
+        assert share is not None
         members = [device for device in found if device[0] >= share.from_volume]
         assert share.clients == len(members)
         assert share.examples == sum(examples for _, _, examples in members)
@@ -95,6 +96,7 @@ def test_means_are_by_examples_over_the_clients_at_or_above_a_percentile(
 def test_the_heaviest_client_of_a_hundred_is_the_99th_percentile() -> None:
     result = summarize(the_sums([(10, 1, 1)] * 99 + [(5000, 60, 20)]))
     assert result.p99 == Share(from_volume=4096, clients=1, examples=20, loss=3.0)
+    assert result.p75 is not None
     assert result.p75.clients == 100, "a bucket is not split"
 
 
@@ -222,6 +224,7 @@ def test_means_of_metrics_are_by_examples_for_all_clients_and_for_those_with_muc
     result = summarize(total, metrics=METRICS)
 
     for share in (result.all, result.p75, result.p99):
+        assert share is not None
         members = [part for volume, each in found if volume >= share.from_volume for part in each]
         weights = [part[0] for part in members]
         assert share.examples == sum(weights)

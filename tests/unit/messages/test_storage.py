@@ -41,7 +41,7 @@ def test_fields_of_a_later_version_are_ignored_wherever_they_are(
     row = data.draw(a_row(kind))
     newer = with_unknown_fields(json.loads(wire.encode_row(row)))
     if isinstance(row, storage.PointRow):
-        newer["metrics"] = row.metrics
+        newer["metrics"], newer["deviations"] = row.metrics, row.deviations
     assert wire.decode_row(json.dumps(newer).encode()) == row
 
 

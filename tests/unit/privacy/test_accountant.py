@@ -43,7 +43,7 @@ def test_epsilon_and_delta_are_inverse(mu: float, delta: float) -> None:
 
 @given(st.floats(1e-3, 100), st.floats(1e-12, 0.1), st.integers(1, 10_000))
 def test_a_noise_multiplier_keeps_its_epsilon(epsilon: float, delta: float, count: int) -> None:
-    z = noise_multiplier_for(epsilon, delta, count)
+    z = noise_multiplier_for(mu_for(epsilon, delta), count)
     assert epsilon_of(mu_of(count * rho_of(z)), delta) <= epsilon * (1 + 1e-12)
     smaller = z * (1 - 2e-3)
     assert epsilon_of(mu_of(count * rho_of(smaller)), delta) > epsilon * (1 - 1e-3)

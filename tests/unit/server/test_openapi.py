@@ -256,5 +256,8 @@ def test_two_methods_share_a_path() -> None:
 
 def test_bounds_of_answers_are_described_too() -> None:
     assert SCHEMAS["Incomplete"]["properties"]["missing"]["items"]["exclusiveMaximum"] == 4096
-    assert {*SCHEMAS["Joined"]["required"], "secure"} == {"type", *Joined.__struct_fields__}
+    assert {*SCHEMAS["Joined"]["required"], "secure", "norms"} == {
+        "type",
+        *Joined.__struct_fields__,
+    }
     assert SCHEMAS["Incomplete"]["properties"]["type"]["enum"] == [Incomplete.__name__]

@@ -240,6 +240,7 @@ def test_an_evaluation_is_the_mean_loss_without_dropout_whatever_the_batches() -
     update = an_engine().evaluate(parameters, EXAMPLES, volume=100)
     assert len(update) == 4 * EVALUATION_LENGTH
     result = summarize(as_vector(update))
+    assert result.p99 is not None
     assert result.all.loss == pytest.approx(expected, rel=1e-6)
     assert (result.p99.from_volume, result.all.clients, result.all.examples) == (64, 1, 10)
 

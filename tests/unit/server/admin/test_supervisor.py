@@ -13,9 +13,12 @@ import pytest
 from msgspec import structs
 
 from papaya.config import (
+    AsyncFL,
     EvaluationPlan,
     MetricBounds,
     MetricTarget,
+    Privacy,
+    PrivateEvaluation,
     ServerConfig,
     StopRule,
     TaskConfig,
@@ -25,6 +28,7 @@ from papaya.errors import OperatorError
 from papaya.learning import parameters
 from papaya.learning.evaluation import EVALUATION_LENGTH, EvaluationResult, evaluation_vector
 from papaya.learning.parameters import FLOAT32
+from papaya.learning.private_evaluation import BINS, private_evaluation_length
 from papaya.messages.storage import (
     DELETED,
     DeletedRow,
@@ -134,6 +138,7 @@ def test_a_result_has_the_metrics_and_the_perplexity_that_the_task_asks_for(
             assert view.metrics == pytest.approx({"accuracy": 0.65, "error": 7.5}, abs=1e-5)
             [point] = [p for p in (await system.service.task("next-word")).points if p.evaluated]
             result = msgspec.json.decode(point.evaluated, type=EvaluationResult)
+            assert result.p99 is not None
             assert result.p99.metrics == pytest.approx({"accuracy": 0.8, "error": 10.0}, abs=1e-5)
             why = task_row(system, "next-word-eval-0").why
             assert why == "loss 1.5, accuracy 0.65, error 7.5 over 2 clients"
@@ -141,6 +146,46 @@ def test_a_result_has_the_metrics_and_the_perplexity_that_the_task_asks_for(
             row = task_row(system, "next-word")
             assert row.state == "completed"
             assert "accuracy 0.65 has reached the target: above 0.6" in row.why
+
+    asyncio.run(test())
+
+
+def test_a_private_result_says_how_much_of_it_is_noise(tmp_path: Path) -> None:
+    evaluation = PrivateEvaluation(noise_multiplier=0.5, max_loss=4.0, max_examples=10)
+    privacy = Privacy(
+        clip=1.0, max_participations=1, delta=1e-7, noise_multiplier=1.0, evaluation=evaluation
+    )
+    plan = EvaluationPlan(every_versions=2, clients=100)
+    regime = AsyncFL(aggregation_goal=10, max_staleness=50)
+    config = structs.replace(TASK, privacy=privacy, regime=regime, evaluation=plan, perplexity=True)
+
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit(config)
+            await system.turn()
+            mean = np.zeros(private_evaluation_length(0), FLOAT32)
+            mean[:2] = 0.8, 0.8 * (0.5 - 0.5)  # eight examples each, half of the largest loss
+            version(system, "next-word-eval-0", 1, parameters.encode(mean, {}))
+            await system.turn()
+            view = (await system.service.task("next-word")).task
+            assert view.loss == pytest.approx(2.0)
+            deviation = 4.0 * 0.5 * np.sqrt(1.25) / 80
+            assert view.deviations == pytest.approx(
+                {"loss": deviation, "perplexity": deviation * np.exp(2.0)}, rel=1e-5
+            )
+            why = task_row(system, "next-word-eval-0").why
+            assert why == "loss 2 ± 0.028 over 100 clients"
+            # A histogram of the same version takes no turn of the evaluations.
+            started = await system.service.evaluate("next-word", Evaluate(norms=True), BY)
+            assert started.task == "next-word-eval-0-2"
+            counts = np.zeros(BINS, FLOAT32)
+            counts[33] = 1.0
+            version(system, started.task, 1, parameters.encode(counts, {}))
+            await system.turn()
+            [point] = [p for p in (await system.service.task("next-word")).points if p.norms]
+            assert [point.norms[33], point.norms_deviation] == pytest.approx([100.0, 0.5])
+            assert point.loss == pytest.approx(2.0)
+            assert task_row(system, started.task).why == "a histogram of the norms of 100 clients"
 
     asyncio.run(test())
 
