@@ -215,6 +215,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "beta1": "Decay of the first moment.",
         "beta2": "Decay of the second moment of `fedadam` and `fedyogi`.",
         "epsilon": "Added to the divisor. None: 1e-8 for `fedadam`, 0.001 for the others.",
+        "averaged": "The last so many values of the model are averaged, not stepped: the "
+        "statistics of BatchNorm. The task file determines it.",
     },
     Staleness: {
         "kind": "`polynomial`: (1 + s) to the power of −`exponent`, the paper's 1/√(1 + s) by "

@@ -73,10 +73,14 @@ class Train(Effect, frozen=True):
 
 
 class Trained(Message, frozen=True):
-    """`update` is the trained minus the initial model, little-endian float32 in manifest order."""
+    """`update` is the trained minus the initial model, little-endian float32 in manifest order.
+
+    `device_state` stays on the device: the driver keeps it when it records the participation.
+    """
 
     update: bytes
     examples: int
+    device_state: bytes = b""
 
 
 class Seal(Effect, frozen=True):

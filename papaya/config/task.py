@@ -80,8 +80,16 @@ class OptimizerConfig(Struct, frozen=True):
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float | None = None
+    averaged: int = 0
 
     def __post_init__(self) -> None:
+        require(
+            0 <= self.averaged <= MAX_COUNT,
+            "optimizer.averaged",
+            self.averaged,
+            f"must be at least 0 and at most {MAX_COUNT}",
+            "leave it out: it follows from batch_norm in the task file",
+        )
         require_choice("optimizer.kind", self.kind, get_args(OptimizerKind))
         for field, value in (("rate", self.rate), ("epsilon", self.epsilon)):
             require(

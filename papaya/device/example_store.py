@@ -47,6 +47,13 @@ CREATE TABLE IF NOT EXISTS example (
 CREATE INDEX IF NOT EXISTS example_by_age ON example (collection, added_at, id);
 CREATE INDEX IF NOT EXISTS example_by_bucket ON example (collection, bucket);
 CREATE TABLE IF NOT EXISTS collection (name TEXT PRIMARY KEY, policy BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS device_state (
+    task TEXT PRIMARY KEY,
+    run TEXT NOT NULL,
+    collection TEXT NOT NULL,
+    written_at REAL NOT NULL,
+    state BLOB NOT NULL
+) STRICT;
 """
 
 
@@ -179,16 +186,37 @@ class ExampleStore:
         return f"collection {collection!r} {problem}"
 
     def drop(self, collection: str) -> None:
-        """Delete a collection: its policy and all its examples."""
+        """Delete a collection: its policy, all its examples, and what was trained on them."""
         with self._current():
             self._policy(collection)
             self._file.delete("DELETE FROM example WHERE collection = ?", collection)
             self._file.delete("DELETE FROM collection WHERE name = ?", collection)
+            self._file.delete("DELETE FROM device_state WHERE collection = ?", collection)
         del self._policies[collection]
         self._file.scrub()
 
+    def state_of(self, task: str, run: str) -> bytes:
+        """What this device keeps of a task, in this run of it; empty if it keeps nothing."""
+        select = "SELECT state FROM device_state WHERE task = ? AND run = ?"
+        with self._file.transaction():
+            found = self._file.rows(select, task, run)
+        return found[0][0] if found else b""
+
+    def keep_state(self, task: str, run: str, collection: str, state: bytes, now: float) -> None:
+        """Keep this in place of the task's previous state, also of another run. It is deleted with
+        its collection, and when it has reached the greatest age of an example.
+        """
+        with self._current():
+            self._policy(collection)
+            self._file.change(
+                "INSERT OR REPLACE INTO device_state VALUES (?, ?, ?, ?, ?)",
+                *(task, run, collection, now, state),
+            )
+
     def sweep(self, now: float) -> None:
-        """Delete expired and surplus examples, and remove their bytes from the file."""
+        """Delete expired and surplus examples and expired states, and remove their bytes from the
+        file.
+        """
         with self._current():
             self._sweep(now)
         self._file.scrub()
@@ -239,6 +267,11 @@ class ExampleStore:
         for collection, policy in self._policies.items():
             self._file.delete(
                 "DELETE FROM example WHERE collection = ? AND added_at <= ?",
+                collection,
+                now - policy.max_age_s,
+            )
+            self._file.delete(
+                "DELETE FROM device_state WHERE collection = ? AND written_at <= ?",
                 collection,
                 now - policy.max_age_s,
             )

@@ -64,7 +64,8 @@ class Job(Struct, frozen=True):
     the executor was given it.
 
     `volume`: how many examples the device could train on. `manifest`: the one of the bundle; the
-    executor sets it. `is_clipped`: is the update clipped to the task's clip?
+    executor sets it. `is_clipped`: is the update clipped to the task's clip? `device_state`: what
+    the device keeps of the task.
 
     "load" calls the file's `load_examples` on the texts in `examples`. "check" looks for the first
     example that the task cannot use. "try" only loads the program, to find out whether it can be
@@ -79,10 +80,12 @@ class Job(Struct, frozen=True):
     volume: int = 0
     manifest: bytes = b""
     is_clipped: bool = True
+    device_state: bytes = b""
 
 
 class JobResult(Struct, frozen=True):
     """Bytes to upload, and the weight: the examples trained on, or 1 for an evaluation.
+    `device_state`: what the device keeps after training, if the task has personal tensors.
 
     For "load": the examples of each text, as MessagePack, and their number. For "check": the
     `UnfitExample` as MessagePack, or nothing.
@@ -90,6 +93,7 @@ class JobResult(Struct, frozen=True):
 
     update: bytes
     examples: int
+    device_state: bytes = b""
 
 
 class UnfitExample(Struct, frozen=True):
@@ -124,7 +128,12 @@ class GivenUp(OperatorError):
 
 
 class TrainingEngine(Protocol):
-    """One task file, ready to train. It runs in a job's own process."""
+    """One task file, ready to train. It runs in a job's own process.
+
+    `device_state`: what the device keeps of the task. Set it before a job; training replaces it.
+    """
+
+    device_state: bytes
 
     @property
     def manifest(self) -> Manifest: ...

@@ -246,11 +246,12 @@ def _run(job: Job, engine: TrainingEngine, step_done: StepDone) -> JobResult:
         engine.try_program()
         return JobResult(b"", 0)
     parameters = decode(job.parameters, engine.manifest.length)
+    engine.device_state = job.device_state
     if job.kind == "train":
-        found = engine.train(
+        update, examples = engine.train(
             parameters, job.examples, job.seed, step_done, is_clipped=job.is_clipped
         )
-        return JobResult(*found)
+        return JobResult(update, examples, engine.device_state)
     return JobResult(engine.evaluate(parameters, job.examples, job.volume, step_done), 1)
 
 
@@ -367,7 +368,7 @@ def _load_program(path: str) -> tuple[TrainingEngine, TaskFile]:
 
     program = read_program(Path(path))
     header = program.header
-    frozen = frozen_beside(Path(path)) if header.frozen else None
+    frozen = frozen_beside(Path(path)) if header.file_names else None
     if frozen is not None:
         _require_digest(frozen, header.frozen_sha256)
     terms = structs.replace(header.terms, collection=header.examples.collection, task=header.task)

@@ -55,6 +55,7 @@ from papaya.device.frames import (
 )
 from papaya.errors import OperatorError
 from papaya.learning.client_training import StepDone, unwatched
+from papaya.learning.device_state import MAX_STATE_BYTES
 from papaya.learning.evaluation import evaluation_length
 
 _KILL_GRACE_S: Final = 5.0
@@ -357,7 +358,8 @@ async def _converse(
 ) -> JobOutcome | None:
     """Give a job its work and return its result; None if it ends without one."""
     loop = asyncio.get_running_loop()
-    most = (_LOADED_BYTES if update_bytes is None else update_bytes) + _SPARE_BYTES
+    kept_bytes = MAX_STATE_BYTES if job.kind == "train" else 0
+    most = (_LOADED_BYTES if update_bytes is None else update_bytes) + kept_bytes + _SPARE_BYTES
     try:
         await loop.sock_sendall(channel, frames.frame(job))
         for _ in range(_MAX_REPORTS):
@@ -368,7 +370,7 @@ async def _converse(
                 await _received(channel, frames.length(header))
             )
             if not isinstance(message, StepsDone):
-                return _checked(message, update_bytes)
+                return _checked(message, update_bytes, kept_bytes)
             step_done(message.done, message.steps)
     except (ConnectionError, EOFError):
         return None
@@ -377,7 +379,7 @@ async def _converse(
     return JobProblem("crashed", f"reported its progress {_MAX_REPORTS} times")
 
 
-def _checked(outcome: JobOutcome, update_bytes: int | None) -> JobOutcome:
+def _checked(outcome: JobOutcome, update_bytes: int | None, kept_bytes: int) -> JobOutcome:
     """The job is not trusted: not with the size of a text, nor to say that no job can run."""
     match outcome:
         case JobProblem(kind=kind, reason=reason, traceback=traceback):
@@ -388,6 +390,8 @@ def _checked(outcome: JobOutcome, update_bytes: int | None) -> JobOutcome:
             )
         case Success(result=result) if update_bytes not in (None, len(result.update)):
             return JobProblem("crashed", "wrote an update of the wrong size")
+        case Success(result=result) if len(result.device_state) > kept_bytes:
+            return JobProblem("crashed", "wrote too much to be kept on the device")
     return outcome
 
 

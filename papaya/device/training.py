@@ -62,7 +62,8 @@ class TrainingRequest(Struct, frozen=True):
     `program` names the task whose model this is: `task` itself, or the one that `task` evaluates.
     `parameters` is a safetensors file whose hash was checked; its content was not. A trainer that
     takes long calls `step_done` from time to time, for the device's log. `is_clipped`: false if the
-    device needs the norm of the whole update; such an update is not uploaded.
+    device needs the norm of the whole update; such an update is not uploaded. `device_state` is
+    what the device keeps of this task.
     """
 
     task: TaskId
@@ -76,6 +77,7 @@ class TrainingRequest(Struct, frozen=True):
     timeout_s: float
     step_done: StepDone = unwatched
     is_clipped: bool = True
+    device_state: bytes = b""
 
 
 class Trainer(Protocol):
@@ -238,13 +240,14 @@ class ExecutorTrainer:
             # In a masked sum a bucket with few clients would reveal too much: use one for all.
             volume=0 if assignment.secure else volume,
             is_clipped=assignment.is_clipped,
+            device_state=assignment.device_state,
         )
         try:
             result = await self._executor.run(job, assignment.timeout_s, assignment.step_done)
         except JobFailed as error:
             told = f"{error.kind}: {error.reason}"
             raise GivenUp(_CODES[error.kind], told, traceback=error.traceback) from error
-        return Trained(result.update, result.examples)
+        return Trained(result.update, result.examples, result.device_state)
 
     async def load_examples(self, task_file: Path, texts: Sequence[str]) -> list[list[bytes]]:
         """The examples that the file's `load_examples` makes of each text, in a child process."""

@@ -109,6 +109,7 @@ class DeviceVisit:
         # Was the cost of this participation written to the ledger?
         self._is_charged = False
         self._planned: PlannedUse | None = None  # what it trained or sealed under
+        self._device_state = b""  # what training leaves on the device
         self._finish: Finish | None = None
 
     async def run(self) -> Finish:
@@ -304,26 +305,31 @@ class DeviceVisit:
     async def _train(self, effect: Train) -> None:
         joined = self.machine.joined
         assert joined is not None
+        program, store = task_of(effect.parameters), self._equipment.store
         try:
             async with self._process.training_slot():
-                self._check_manifest(task_of(effect.parameters))
+                self._check_manifest(program)
                 self._planned = self._use()
                 terms = self._planned.terms
                 length = trained_length(terms, joined)
+                state = await asyncio.to_thread(store.state_of, self._state_name(program), program)
                 assignment = TrainingRequest(
                     effect.task,
-                    task_of(effect.parameters),
+                    program,
                     effect.session,
                     self._parameters,
                     joined.model_length,
                     length,
                     joined.evaluates and not joined.norms,
                     joined.secure,
-                    self._training_s(task_of(effect.parameters), effect.timeout_s),
+                    self._training_s(program, effect.timeout_s),
                     self._step_done,
                     is_clipped=not joined.norms,
+                    device_state=state,
                 )
-                trained = await self._equipment.trainer.train(assignment, self._equipment.store)
+                trained = await self._equipment.trainer.train(assignment, store)
+                if not joined.evaluates:
+                    self._device_state = trained.device_state
             _check_update(trained, length)
             trained = uploaded(trained, terms, joined)
             _check_update(trained, joined.update_length)
@@ -331,6 +337,25 @@ class DeviceVisit:
             self._fail(error, "training_failed")
         else:
             self._inbox.put_nowait(trained)
+
+    def _state_name(self, program: TaskId) -> str:
+        """Under which name this device keeps the state of a task: the same for all its runs."""
+        bundle = self._bundle(program)
+        return program if bundle is None else f"{bundle.manifest.owner}/{bundle.manifest.task}"
+
+    async def _keep_state(self) -> None:
+        """Before the participation: a state without one has only been trained once more."""
+        joined, store = self.machine.joined, self._equipment.store
+        assert joined is not None
+        program = task_of(joined.parameters)
+        terms = self._equipment.trainer.terms(program)
+        if self._device_state and terms is not None and terms.collection:
+            await asyncio.to_thread(
+                store.keep_state,
+                *(self._state_name(program), program, terms.collection),
+                *(self._device_state, self._process.now()),
+            )
+            self._device_state = b""
 
     def _training_s(self, program: TaskId, asked_s: float) -> float:
         """The time that the server gives, and not more than the task's owner has signed."""
@@ -366,6 +391,7 @@ class DeviceVisit:
         history = self._equipment.history
         try:
             await self._spend()
+            await self._keep_state()
             await asyncio.to_thread(history.remember, effect.task, effect.participated)
         except PapayaError as error:
             self._fail(error, "storage")

@@ -279,6 +279,10 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
     base model, under their names in the model. They replace those that `model` makes, and travel to
     devices in a file of their own. The path is relative to the task file.
 
+    `personal`: patterns of names of parameters that stay on the device, such as "head.*". Each
+    device trains its own and keeps them between participations. `batch_norm`: what happens to the
+    running statistics of BatchNorm: "averaged", as parameters are, or "local", kept on the device.
+
     `sample`: a few stored examples, if given, are tried whenever the file is loaded, so that a
     mistake in `batch` or `loss` is found before a device meets it.
     """
@@ -308,6 +312,8 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
     metrics: Mapping[str, Metric | Callable[..., Any]] = {}
     perplexity: bool = False
     frozen: str | None = None
+    personal: Sequence[str] = ()
+    batch_norm: Literal["local", "averaged"] | None = None
     privacy: Privacy | None = None
     staleness: Staleness = Staleness()
     weighting: Weighting = Weighting()
@@ -338,6 +344,16 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
                 "must be callable, or a Metric",
                 "give a function of the module and the batch, or Metric(function, low=0, high=1)",
             )
+        require(
+            not isinstance(self.personal, str)
+            and all(pattern and str(pattern) == pattern for pattern in self.personal),
+            "personal",
+            self.personal,
+            "must be patterns of names of parameters",
+            'give a list: personal=["head.*"]',
+        )
+        if self.batch_norm is not None:
+            require_choice("batch_norm", self.batch_norm, ("averaged", "local"))
         if self.requirements.engine or self.requirements.module:
             raise ConfigError.of(
                 "requirements",
@@ -372,14 +388,19 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
         metrics = {n: m if isinstance(m, Metric) else Metric(m) for n, m in self.metrics.items()}
         return tuple(MetricBounds(n, float(m.low), float(m.high)) for n, m in metrics.items())
 
-    def config(self, model_length: int, module: str | None, engine: str = "torch") -> TaskConfig:
-        """The configuration that a server gets: no code, only numbers and names."""
+    def config(
+        self, model_length: int, module: str | None, engine: str = "torch", averaged: int = 0
+    ) -> TaskConfig:
+        """The configuration that a server gets: no code, only numbers and names.
+
+        `averaged`: how many values at the end of the model are statistics.
+        """
         return TaskConfig(
             task=self.name,
             concurrency=self.concurrency,
             model_length=model_length,
             regime=self.regime,
-            optimizer=self.optimizer,
+            optimizer=structs.replace(self.optimizer, averaged=averaged),
             requirements=structs.replace(self.requirements, engine=engine, module=module),
             secure_aggregation=self.secure_aggregation,
             training_timeout_s=self.training_timeout_s,

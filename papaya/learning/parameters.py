@@ -118,6 +118,11 @@ def _checked(name: str, shape: tuple[int, ...], tensor: npt.ArrayLike) -> Vector
     return array
 
 
+def is_statistic(name: str) -> bool:
+    """Whether a tensor of this name is a running mean or variance of BatchNorm."""
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
 def blocks(length: int) -> Iterator[slice]:
     """Slices that cover a vector, each small enough to be worked on inside the cache."""
     for start in range(0, length, BLOCK):

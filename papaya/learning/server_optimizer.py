@@ -11,6 +11,9 @@ models and takes the place of the negative gradient.
   sqrt(v) + tau and correct no bias. The algorithm asks for v >= tau^2 at the start; here v = tau^2.
   tau is `epsilon`.
 
+The last `averaged` values of a model are statistics, not parameters: their mean update is added as
+it is, whatever the optimizer.
+
 A step is pure and elementwise in float32: given the same bytes, a successor computes the same
 bytes. Refused: a step whose result is not finite (OperatorError), so that no broken version is
 ever published, and state of another optimizer, length or encoding (ProtocolError).
@@ -94,6 +97,9 @@ class ServerOptimizer(ABC):
                 np.add(parameters[block], change, out=result[block])
                 for moment, values in zip(moments, new, strict=True):
                     moment[block] = values
+        if averaged := self.config.averaged:
+            tail = slice(max(0, parameters.size - averaged), None)
+            np.add(parameters[tail], step[tail], out=result[tail])
         if not all(is_finite(vector) for vector in (result, *moments)):
             raise Diverged(
                 f"the model diverged: step {steps} of {self.config.kind} is not finite",

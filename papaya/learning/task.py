@@ -26,6 +26,7 @@ a file is loaded.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import traceback
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ from papaya.errors import ConfigError, OperatorError, PapayaError
 from papaya.learning.checkpoint_files import read_checkpoint, read_frozen
 from papaya.learning.definition import ClientSGD, Examples, Metric, Task, module_hash
 from papaya.learning.executorch.program_file import ProgramFile
-from papaya.learning.parameters import Manifest, Vector
+from papaya.learning.parameters import Manifest, Vector, is_statistic
 from papaya.learning.schedules import ConstantRate, CosineDecay, LinearDecay, StepDecay
 
 __all__ = [
@@ -103,7 +104,7 @@ class LoadedTask:
 
     def config(self) -> TaskConfig:
         """The configuration that is submitted to a server, for devices with this file."""
-        return self.task.config(self.manifest.length, self.module_hash)
+        return self._config(self.module_hash, "torch")
 
     def config_for(self, program: ProgramFile) -> TaskConfig:
         """The same, for devices with a program that was compiled from this file."""
@@ -113,7 +114,14 @@ class LoadedTask:
                 f"{self.path} is {self.module_hash}",
                 hint=f"compile it again: papaya task compile {self.path}",
             )
-        return self.task.config(self.manifest.length, program.name, "executorch")
+        return self._config(program.name, "executorch")
+
+    def _config(self, module: str, engine: str) -> TaskConfig:
+        averaged = 0
+        if self.task.batch_norm == "averaged":
+            shapes = dict(self.manifest.tensors)
+            averaged = sum(math.prod(shapes[name]) for name in shapes if is_statistic(name))
+        return self.task.config(self.manifest.length, module, engine, averaged)
 
     def initial_parameters(self, *, seed: int = 0, checkpoint: Path | None = None) -> Vector:
         """Version 0: the checkpoint's tensors, or the module's own initialisation by this seed."""

@@ -22,7 +22,8 @@ from papaya.sim.jobs import write_whole
 class LearningState(Struct, frozen=True):
     """What learning has reached after `version`: models, moments and norms as bytes.
 
-    `judging` is what was judged (`Judging.state`).
+    `judging` is what was judged (`Judging.state`), `device_states` are the personal tensors of
+    clients.
     """
 
     version: int
@@ -30,6 +31,7 @@ class LearningState(Struct, frozen=True):
     optimizer: bytes
     norms: list[float]
     judging: dict[str, Any]
+    device_states: dict[int, bytes] = {}
 
 
 class Checkpoints:

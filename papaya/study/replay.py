@@ -37,7 +37,7 @@ from papaya.learning.weighting import (
 )
 from papaya.study.checkpoint import Checkpoints, LearningState
 from papaya.study.trace import Trace
-from papaya.study.workloads.base import Matrix, Quality, Workload
+from papaya.study.workloads.base import KeepsDeviceStates, Matrix, Quality, Workload
 
 EVALUATIONS = 200
 NORMS_KEPT = 4096
@@ -247,10 +247,15 @@ class _Learner:
             optimizer=self._optimizer.encode_state(self._state),
             norms=self.norms,
             judging=judging.state,
+            device_states=self._workload.device_states
+            if isinstance(self._workload, KeepsDeviceStates)
+            else {},
         )
 
     def restore(self, found: LearningState) -> None:
         self._version, self.norms = found.version, list(found.norms)
+        if isinstance(self._workload, KeepsDeviceStates):
+            self._workload.device_states = dict(found.device_states)
         self._models = {
             version: np.frombuffer(model, FLOAT32).copy() for version, model in found.models.items()
         }

@@ -35,7 +35,14 @@ from papaya.study.identity import digest
 from papaya.study.precision import Norms, Precision, norms_of, precision
 from papaya.study.replay import Curve, Rates, learn
 from papaya.study.trace import MOST_HOURS, Recorder, Trace, least_s, record
-from papaya.study.workloads.base import Clients, Matrix, Quality, Workload, at_or_above
+from papaya.study.workloads.base import (
+    Clients,
+    KeepsDeviceStates,
+    Matrix,
+    Quality,
+    Workload,
+    at_or_above,
+)
 
 _TRACED_LENGTH: Final = 4
 _MAX_WARM_UP_S: Final = 600.0
@@ -308,6 +315,16 @@ class _Watched:
         self._progress = progress
         self._trained = 0
         self._judged = 0
+
+    @property
+    def device_states(self) -> dict[int, bytes]:
+        workload = self._workload
+        return workload.device_states if isinstance(workload, KeepsDeviceStates) else {}
+
+    @device_states.setter
+    def device_states(self, states: dict[int, bytes]) -> None:
+        if isinstance(self._workload, KeepsDeviceStates):
+            self._workload.device_states = states
 
     def initial(self, seed: int) -> Vector:
         return self._workload.initial(seed)

@@ -33,7 +33,7 @@ from papaya.study.workloads.lstm_trainers import (
     TorchLstm,
     fastest,
 )
-from papaya.study.workloads.torch_task import TorchWorkload, _results
+from papaya.study.workloads.torch_task import TorchWorkload, _Judged, _results
 
 # n = 1, n below, at and above a batch, batches that do not divide n
 VOLUMES = np.array([1, 2, 5, 32, 33, 7, 64, 1, 40, 13])
@@ -282,8 +282,9 @@ def test_a_torch_task_in_processes_gives_the_same_bits(line: LoadedTask) -> None
 
 def test_a_torch_task_that_changed_is_refused_by_a_worker(line: LoadedTask) -> None:
     line.path.write_text(TASK + "# changed\n")
+    judged = [_Judged(rows_of(0, 1), b"")]
     with pytest.raises(OperatorError, match="changed during the simulation"):
-        _results(line.path, line.module_hash, line.initial_parameters(), [rows_of(0, 1)])
+        _results(line.path, line.module_hash, line.initial_parameters(), judged)
 
 
 def test_a_source_with_too_few_examples_is_refused(line: LoadedTask) -> None:

@@ -63,7 +63,7 @@ def run(options: TaskCompileOptions) -> int:
     data = compile_task(loaded, cache_folder() / "programs", content)
     output = options.output or options.file.with_suffix(".program")
     frozen = frozen_beside(output)
-    tensors = program_tensors(loaded, decode_program(data).header.frozen)
+    tensors = program_tensors(loaded, decode_program(data).header.file_names)
     try:
         output.write_bytes(data)
         if tensors:

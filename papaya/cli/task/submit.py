@@ -261,7 +261,7 @@ def bundle_blobs(path: Path, loaded: LoadedTask, compiled: bytes | None) -> Bund
         return BundleBlobs(archive.pack(program_files(path)), loaded.frozen_file())
     from papaya.learning.torch.export import program_tensors
 
-    tensors = program_tensors(loaded, decode_program(compiled).header.frozen)
+    tensors = program_tensors(loaded, decode_program(compiled).header.file_names)
     return BundleBlobs(archive.pack({COMPILED_FILE: compiled}), tensors)
 
 

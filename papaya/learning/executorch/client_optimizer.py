@@ -6,7 +6,7 @@ compiling it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -17,14 +17,24 @@ _SMALL_NORM = 1e-6
 
 
 class NumpyClientOptimizer:
-    """Changes `values` in place. Made for one training of `steps` steps, at its initial model."""
+    """Changes `values` in place. Made for one training of `steps` steps, at its initial model.
 
-    def __init__(self, client: ClientSGD, values: Mapping[str, Vector], steps: int) -> None:
+    `personal`: parameters that were not downloaded, so the proximal term does not apply to them.
+    """
+
+    def __init__(
+        self,
+        client: ClientSGD,
+        values: Mapping[str, Vector],
+        steps: int,
+        personal: Collection[str] = (),
+    ) -> None:
         self._client = client
         self._values = values
         self._steps = steps
         self._done = 0
-        self._initial = {n: v.copy() for n, v in values.items()} if client.proximal else {}
+        shared = [name for name in values if name not in personal]
+        self._initial = {name: values[name].copy() for name in shared} if client.proximal else {}
         self._velocities: dict[str, Vector] = {}
         self._moments: dict[str, tuple[Vector, Vector]] = {}
 
@@ -34,8 +44,10 @@ class NumpyClientOptimizer:
         rate = client.rate_at(self._done, self._steps)
         self._done += 1
         if client.proximal:
-            mu, values, start = np.float32(client.proximal), self._values, self._initial
-            gradients = {n: g + mu * (values[n] - start[n]) for n, g in gradients.items()}
+            mu, terms = np.float32(client.proximal), dict(gradients)
+            for name, start in self._initial.items():
+                terms[name] = gradients[name] + mu * (self._values[name] - start)
+            gradients = terms
         if client.max_gradient_norm:
             gradients = _bounded(gradients, client.max_gradient_norm)
         step = self._adam if client.optimizer else self._sgd

@@ -17,6 +17,7 @@ from contextlib import closing
 
 import numpy as np
 
+from papaya.errors import OperatorError
 from papaya.learning.client_training import (
     StepDone,
     diverged,
@@ -26,19 +27,22 @@ from papaya.learning.client_training import (
     update_bytes,
     used_examples,
 )
+from papaya.learning.device_state import decode_state, encode_state
 from papaya.learning.evaluation import EvaluationSums
 from papaya.learning.example_fields import Array, read_fields
 from papaya.learning.executorch.client_optimizer import NumpyClientOptimizer
 from papaya.learning.executorch.program_file import ProgramFile
 from papaya.learning.executorch.runtime import LoadedProgram, require_operators
 from papaya.learning.frozen_file import FrozenTensor
-from papaya.learning.parameters import FLOAT32, Vector
+from papaya.learning.parameters import FLOAT32, Manifest, Vector, is_finite
 
 
 class ExecuTorchEngine:
     """One program. It is loaded for each job, in the job's own process.
 
     `frozen`: gives the tensors that the program's header names; called when it is loaded.
+    `device_state`: the personal parameters of the device. Set it before a job; training replaces
+    it. Empty: they have their initial values.
     """
 
     def __init__(
@@ -49,6 +53,8 @@ class ExecuTorchEngine:
         self._file = file
         self._frozen = frozen
         self._client = file.header.client
+        self._personal = file.header.personal_layout
+        self.device_state = b""
 
     def check(self, examples: Sequence[bytes]) -> None:
         """Raises if an example does not fit the task's fields."""
@@ -67,17 +73,20 @@ class ExecuTorchEngine:
         used = used_examples(examples, self._client)
         steps = self._client.steps(len(used))
         with self._loaded(parameters) as program:
-            optimizer = NumpyClientOptimizer(self._client, program.parameters, steps)
+            personal = dict(self._file.header.personal)
+            optimizer = NumpyClientOptimizer(self._client, program.parameters, steps, personal)
             for batch in training_batches(used, self._client, seed, step_done):
                 loss, _, gradients = self._run(program, batch)
                 if not math.isfinite(loss):
                     raise diverged("loss")
                 optimizer.step(gradients)
-            trained = np.concatenate(
-                [program.parameters[name].reshape(-1) for name, _ in self.manifest.tensors]
-            )
-        clip = self._file.header.terms.clip if is_clipped else None
-        return update_bytes(trained, parameters, clip), len(used)
+            trained = _values(program, self.manifest)
+            state = b"" if self._personal is None else self._state(program, self._personal)
+        update = update_bytes(
+            trained, parameters, self._file.header.terms.clip if is_clipped else None
+        )
+        self.device_state = state
+        return update, len(used)
 
     def evaluate(
         self,
@@ -102,7 +111,33 @@ class ExecuTorchEngine:
 
     def _loaded(self, parameters: Vector) -> closing[LoadedProgram]:
         values = self.manifest.unflatten(parameters)
-        return closing(LoadedProgram(self._file, values, self._frozen()))
+        tensors = dict(self._frozen())
+        if self._personal is not None:
+            values |= self._personal_values(self._personal, tensors)
+        return closing(LoadedProgram(self._file, values, tensors))
+
+    def _personal_values(
+        self, layout: Manifest, tensors: dict[str, FrozenTensor]
+    ) -> dict[str, Vector]:
+        """What the device has kept, or the initial values, which are taken out of the file."""
+        initial = {name: tensors.pop(name, None) for name, _ in layout.tensors}
+        kept = decode_state(layout, self.device_state)
+        if kept is not None:
+            return layout.unflatten(kept)
+        for name, shape in layout.tensors:
+            found = initial[name]
+            if found is None or (found.dtype, found.shape) != ("F32", shape):
+                raise OperatorError(
+                    f"the file of frozen tensors has no initial value of {name!r}",
+                    hint="compile it again: papaya task compile TASK.py",
+                )
+        return {n: t.data.view(FLOAT32).reshape(t.shape) for n, t in initial.items() if t}
+
+    def _state(self, program: LoadedProgram, layout: Manifest) -> bytes:
+        values = _values(program, layout)
+        if not is_finite(values):
+            raise diverged("personal part of the model")
+        return encode_state(layout, values)
 
     def _run(
         self, program: LoadedProgram, batch: list[bytes]
@@ -112,6 +147,10 @@ class ExecuTorchEngine:
         weights[: len(batch)] = 1 / len(batch)
         arrays = read_fields(self._file.header.fields, batch)
         return program.run([weights, *(_filled(array, size) for array in arrays)])
+
+
+def _values(program: LoadedProgram, layout: Manifest) -> Vector:
+    return np.concatenate([program.parameters[name].reshape(-1) for name, _ in layout.tensors])
 
 
 def _filled(array: Array, size: int) -> Array:

@@ -62,6 +62,18 @@ class ProgramHeader(
     # The names of the tensors in the file of frozen tensors, and its SHA-256; none without a file.
     frozen: tuple[str, ...] = ()
     frozen_sha256: str = ""
+    # Parameters that stay on the device, as in a manifest. Their initial values are in the file of
+    # frozen tensors, after those that `frozen` names.
+    personal: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def personal_layout(self) -> Manifest | None:
+        return Manifest(self.personal) if self.personal else None
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """The tensors in the file of frozen tensors."""
+        return (*self.frozen, *(name for name, _ in self.personal))
 
 
 class ProgramFile(Struct, frozen=True):
@@ -137,8 +149,12 @@ def _header(text: bytes) -> ProgramHeader:
         raise OperatorError(f"invalid header of a program file: {error}", hint=_AGAIN) from error
     if msgspec.json.encode(header) != text:
         raise OperatorError("the header of the program file is not canonical", hint=_AGAIN)
-    known = dict(header.manifest.tensors)
-    if sorted(header.gradients) != sorted(known) or len(known) != len(header.gradients):
+    try:
+        trained = [name for name, _ in (*header.manifest.tensors, *header.personal)]
+        known = Manifest((*header.manifest.tensors, *header.personal))
+    except ValueError as error:
+        raise OperatorError(f"invalid personal parameters: {error}", hint=_AGAIN) from error
+    if sorted(header.gradients) != sorted(trained) or 4 * known.length > _MAX_FILE_BYTES:
         raise OperatorError(
             "the gradients of the program are not those of its parameters", hint=_AGAIN
         )

@@ -66,12 +66,12 @@ class LoadedProgram:
         parameters: dict[str, Vector],
         frozen: Mapping[str, FrozenTensor] | None = None,
     ) -> None:
-        """`frozen`: the tensors that the header names."""
+        """`parameters`: shared and personal ones. `frozen`: the tensors that the header names."""
         self._library = library(shim_library())
         self._header = file.header
         # The runtime keeps a pointer to the program's bytes.
         self._program = _aligned(file.program)
-        self._shapes = dict(file.header.manifest.tensors)
+        self._shapes = dict((*file.header.manifest.tensors, *file.header.personal))
         self._handle = ctypes.c_void_p()
         self._frozen = frozen or {}
         if tuple(sorted(self._frozen)) != tuple(sorted(file.header.frozen)):

@@ -18,14 +18,23 @@ _SMALL_NORM = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class TorchClientOptimizer:
-    """Changes `values` in place. Made for one training of `steps` steps, at its initial model."""
+    """Changes `values` in place. Made for one training of `steps` steps, at its initial model.
 
-    def __init__(self, client: ClientSGD, values: Sequence[Tensor], steps: int) -> None:
+    `personal`: parameters that were not downloaded, so the proximal term does not apply to them.
+    """
+
+    def __init__(
+        self,
+        client: ClientSGD,
+        shared: Sequence[Tensor],
+        steps: int,
+        personal: Sequence[Tensor] = (),
+    ) -> None:
+        self.values = values = [*shared, *personal]
         self._client = client
-        self._values = values
         self._steps = steps
         self._done = 0
-        self._initial = [value.detach().clone() for value in values] if client.proximal else []
+        self._initial = [value.detach().clone() for value in shared] if client.proximal else []
         # Of each value: its velocity, or its first and second moment and its number of steps.
         self._velocities: list[Tensor | None] = [None] * len(values)
         self._moments: list[tuple[Tensor, Tensor] | None] = [None] * len(values)
@@ -48,11 +57,13 @@ class TorchClientOptimizer:
     def _with_proximal_term(
         self, gradients: Sequence[Tensor | None], proximal: float
     ) -> list[Tensor | None]:
-        terms = zip(gradients, self._values, self._initial, strict=True)
-        return [g if g is None else g.add(w - start, alpha=proximal) for g, w, start in terms]
+        count = len(self._initial)
+        terms = zip(gradients[:count], self.values[:count], self._initial, strict=True)
+        own = [g if g is None else g.add(w - start, alpha=proximal) for g, w, start in terms]
+        return [*own, *gradients[count:]]
 
     def _sgd(self, index: int, gradient: Tensor, rate: float) -> None:
-        client, value = self._client, self._values[index]
+        client, value = self._client, self.values[index]
         if client.weight_decay:
             gradient = gradient.add(value, alpha=client.weight_decay)
         if client.momentum:
@@ -68,7 +79,7 @@ class TorchClientOptimizer:
         value.add_(gradient, alpha=-rate)
 
     def _adam(self, index: int, gradient: Tensor, rate: float) -> None:
-        client, value = self._client, self._values[index]
+        client, value = self._client, self.values[index]
         if client.weight_decay:
             if client.optimizer == "adamw":
                 value.mul_(1 - rate * client.weight_decay)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from papaya.errors import OperatorError
@@ -30,8 +29,9 @@ from papaya.learning.client_training import (
     update_bytes,
     used_examples,
 )
+from papaya.learning.device_state import decode_state, encode_state
 from papaya.learning.evaluation import EvaluationSums
-from papaya.learning.parameters import FLOAT32, Vector
+from papaya.learning.parameters import Manifest, Vector, is_finite
 from papaya.learning.task import LoadedTask
 from papaya.learning.torch.client_optimizer import TorchClientOptimizer
 from papaya.learning.torch.frozen import frozen_digest
@@ -39,25 +39,37 @@ from papaya.learning.torch.module import (
     checked_loss,
     checked_loss_and_metrics,
     make_module,
-    trainable,
     tried_batch,
 )
+from papaya.learning.torch.parts import parts_of, set_batch_norms, values_of
 
 
 class TorchEngine:
-    """One module, made once, that is given other parameters for each job."""
+    """One module, made once, that is given other parameters for each job.
+
+    `device_state`: the personal tensors of the device. Set it before a job; training replaces it.
+    Empty: they have the values that the module is made with.
+    """
 
     def __init__(self, loaded: LoadedTask) -> None:
         torch.set_num_threads(1)
         self.manifest = loaded.manifest
         self.task = loaded.task
+        self.device_state = b""
         self._module = make_module(loaded.task)
-        if frozen_digest(self._module) != loaded.frozen:
+        self._parts = parts_of(loaded.task, self._module)
+        if frozen_digest(self._module, self._parts.tensors) != loaded.frozen:
             raise OperatorError(
                 f"{loaded.path}: the frozen tensors of the model changed since the file was loaded",
                 hint="restart, and do not replace the files that the model loads meanwhile",
             )
-        self._parameters = trainable(self._module)
+        self._personal_layout = self._parts.personal_layout
+        self._initial_personal = values_of(self._parts.personal)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the task has personal tensors."""
+        return self._personal_layout is not None
 
     def check(self, examples: Sequence[bytes]) -> None:
         """Raises if the task's `batch` does not accept these examples."""
@@ -77,13 +89,23 @@ class TorchEngine:
         self._set(parameters)
         self._module.train()
         client = self.task.client
-        values = list(self._parameters.values())
-        optimizer = TorchClientOptimizer(client, values, client.steps(len(used)))
+        optimizer = TorchClientOptimizer(
+            client,
+            self._parts.shared_parameters,
+            client.steps(len(used)),
+            self._parts.personal_parameters,
+        )
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(seed)
             for batch in training_batches(used, client, seed, step_done):
-                optimizer.step(self._gradients(checked_loss(self.task, self._module, batch)))
-        return self._update(parameters, self.task.clip if is_clipped else None), len(used)
+                set_batch_norms(self._module, len(batch))
+                loss = checked_loss(self.task, self._module, batch)
+                optimizer.step(self._gradients(loss, optimizer.values))
+        clip = self.task.clip if is_clipped else None
+        update = update_bytes(values_of(self._parts.shared), parameters, clip)
+        if self._personal_layout is not None:
+            self.device_state = self._trained_state(self._personal_layout)
+        return update, len(used)
 
     def evaluate(
         self,
@@ -107,18 +129,22 @@ class TorchEngine:
         """No-op: creating the engine has loaded the program."""
 
     def _set(self, parameters: Vector) -> None:
-        tensors = self.manifest.unflatten(parameters)
-        with torch.no_grad():
-            for name, value in self._parameters.items():
-                value.copy_(torch.from_numpy(tensors[name].copy()))
+        personal: dict[str, Vector] = {}
+        if self._personal_layout is not None:
+            kept = decode_state(self._personal_layout, self.device_state)
+            values = self._initial_personal if kept is None else kept
+            personal = self._personal_layout.unflatten(values)
+        self._parts.fill(self.manifest.unflatten(parameters), personal)
 
-    def _gradients(self, loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def _gradients(
+        self, loss: torch.Tensor, values: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
         if not math.isfinite(loss.item()):
             raise diverged("loss")
-        values = list(self._parameters.values())
         return torch.autograd.grad(loss, values, allow_unused=True)
 
-    def _update(self, initial: Vector, clip: float | None) -> bytes:
-        parts = [value.detach().numpy().ravel() for value in self._parameters.values()]
-        trained: Vector = np.concatenate(parts).astype(FLOAT32, copy=False)
-        return update_bytes(trained, initial, clip)
+    def _trained_state(self, layout: Manifest) -> bytes:
+        values = values_of(self._parts.personal)
+        if not is_finite(values):
+            raise diverged("personal part of the model")
+        return encode_state(layout, values)

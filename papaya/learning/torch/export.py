@@ -51,7 +51,8 @@ from papaya.learning.task import LoadedTask
 from papaya.learning.torch import faster_graph
 from papaya.learning.torch.engine import TorchEngine
 from papaya.learning.torch.frozen import frozen_bytes
-from papaya.learning.torch.module import checked_loss, make_module, tried_batch
+from papaya.learning.torch.module import checked_loss, checked_module, make_module, tried_batch
+from papaya.learning.torch.parts import parts_of
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -150,7 +151,8 @@ def _compiled(loaded: LoadedTask) -> bytes:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations inside torch.export and executorch
         program, gradients, operators, frozen = _exported(loaded, inputs, len(examples))
-    tensors = program_tensors(loaded, frozen)
+    personal = _personal_tensors(loaded)
+    tensors = program_tensors(loaded, (*frozen, *(name for name, _ in personal)))
     header = ProgramHeader(
         task=task.name,
         source=loaded.module_hash,
@@ -166,6 +168,7 @@ def _compiled(loaded: LoadedTask) -> bytes:
         program_sha256="",
         frozen=frozen,
         frozen_sha256=hashlib.sha256(tensors).hexdigest() if tensors else "",
+        personal=personal,
     )
     data = encode_program(header, program)
     _require_agreement(loaded, data, tensors)
@@ -175,6 +178,11 @@ def _compiled(loaded: LoadedTask) -> bytes:
 def program_tensors(loaded: LoadedTask, names: Sequence[str]) -> bytes:
     """The file of the frozen tensors that a program's header names; empty if it names none."""
     return frozen_bytes(make_module(loaded.task), names) if names else b""
+
+
+def _personal_tensors(loaded: LoadedTask) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    layout = parts_of(loaded.task, make_module(loaded.task)).personal_layout
+    return () if layout is None else layout.tensors
 
 
 def _require_one_for_each_example(loaded: LoadedTask, inputs: tuple[Any, ...], count: int) -> None:
@@ -319,7 +327,7 @@ def _layer(node: Node) -> str:
 
 
 def _require_gradients(loaded: LoadedTask, gradients: tuple[str, ...]) -> None:
-    names = [name for name, _ in loaded.manifest.tensors]
+    names = [name for name, _ in (*loaded.manifest.tensors, *_personal_tensors(loaded))]
     if unused := [name for name in names if name not in gradients]:
         raise OperatorError(
             f"the loss does not depend on the parameters {', '.join(unused)}",
@@ -331,7 +339,11 @@ def _require_gradients(loaded: LoadedTask, gradients: tuple[str, ...]) -> None:
 
 
 def _require_agreement(loaded: LoadedTask, data: bytes, tensors: bytes) -> None:
-    """Train ten steps with both engines from the module's own initialisation."""
+    """Train ten steps with both engines from the module's own initialisation, all parameters as if
+    they were shared.
+    """
+    shared = structs.replace(loaded.task, personal=())
+    loaded = replace(loaded, task=shared, manifest=checked_module(shared)[0])
     size = loaded.task.client.batch_size
     # A full batch and a smaller one, five times.
     examples = list(islice(cycle(loaded.task.sample), size + (size + 1) // 2))
@@ -349,9 +361,14 @@ def _require_agreement(loaded: LoadedTask, data: bytes, tensors: bytes) -> None:
     )
     file = decode_program(data)
     header = structs.replace(
-        file.header, client=client, terms=structs.replace(file.header.terms, clip=None)
+        file.header,
+        client=client,
+        terms=structs.replace(file.header.terms, clip=None),
+        manifest=loaded.manifest,
+        personal=(),
     )
-    frozen = decode_frozen(np.frombuffer(tensors, np.uint8)) if tensors else {}
+    found = decode_frozen(np.frombuffer(tensors, np.uint8)) if tensors else {}
+    frozen = {name: tensor for name, tensor in found.items() if name in header.frozen}
     engine = ExecuTorchEngine(structs.replace(file, header=header), lambda: frozen)
     theirs, _ = TorchEngine(replace(loaded, task=task)).train(initial, examples, seed=0)
     ours, _ = engine.train(initial, examples, seed=0)

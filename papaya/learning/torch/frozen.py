@@ -53,16 +53,22 @@ _TYPE_NAMES: Final = {
 }
 
 
-def frozen_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What the module holds and does not train, by name."""
+def frozen_tensors(
+    module: torch.nn.Module, changing: Iterable[torch.Tensor] = ()
+) -> dict[str, torch.Tensor]:
+    """What the module holds and training does not change, by name.
+
+    `changing`: statistics, which training changes without a gradient.
+    """
     trained = {id(value) for value in module.parameters() if value.requires_grad}
+    apart = trained | {id(value) for value in changing}
     found = _tensors(module, "", ())
-    return {name: value for name, value in found if id(value) not in trained}
+    return {name: value for name, value in found if id(value) not in apart}
 
 
-def frozen_digest(module: torch.nn.Module) -> bytes:
-    """32 bytes, or none if all that the module holds is trained."""
-    tensors = sorted(frozen_tensors(module).items())
+def frozen_digest(module: torch.nn.Module, changing: Iterable[torch.Tensor] = ()) -> bytes:
+    """32 bytes, or none if training changes all that the module holds."""
+    tensors = sorted(frozen_tensors(module, changing).items())
     if not tensors:
         return b""
     hasher = hashlib.sha256(_DOMAIN)
@@ -100,8 +106,10 @@ def fill_frozen(module: torch.nn.Module, path: Path) -> None:
 
 
 def frozen_bytes(module: torch.nn.Module, names: Iterable[str]) -> bytes:
-    """The file of frozen tensors that devices get, with these tensors of the module."""
-    held = frozen_tensors(module)
+    """The file of frozen tensors that devices get, with these tensors of the module: frozen ones,
+    and personal parameters, whose initial values they are.
+    """
+    held = frozen_tensors(module) | dict(module.named_parameters())
     return encode_frozen({name: _as_stored(name, held[name]) for name in names})
 
 

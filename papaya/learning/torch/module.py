@@ -1,11 +1,11 @@
 """The owner's torch module: made, checked, and read out as named parameters.
 
-What is shared is the vector of trainable parameters, in the order of `named_parameters()`. All
-else in a module has to be the same on every device without being sent: a device makes the module
-from its own file, and the digest of the rest is part of the task's identity
-(`papaya/learning/torch/frozen.py`). So a buffer or a frozen parameter that differs from one
-construction to the next is refused, and so are statistics that training changes and nobody uploads,
-as BatchNorm keeps them.
+What is shared is the vector of trainable parameters, in the order of `named_parameters()`, without
+those that stay on the device (`papaya/learning/torch/parts.py`). All else in a module has to be the
+same on every device without being sent: a device makes the module from its own file, and the digest
+of the rest is part of the task's identity (`papaya/learning/torch/frozen.py`). So a buffer or a
+frozen parameter that differs from one construction to the next is refused, and so is one that
+training changes, other than the statistics of BatchNorm.
 
 Refused: a model that is no module, without trainable parameters, with parameters that are not
 float32 on the CPU; on examples that are tried, a batch that is no tuple, or a loss with a gradient
@@ -22,6 +22,7 @@ import torch
 
 from papaya.errors import OperatorError
 from papaya.learning.definition import Task
+from papaya.learning.device_state import MAX_STATE_BYTES, encode_state
 from papaya.learning.example_fields import read_fields
 from papaya.learning.parameters import Manifest, Vector
 from papaya.learning.torch.frozen import (
@@ -30,11 +31,18 @@ from papaya.learning.torch.frozen import (
     frozen_digest,
     frozen_tensors,
 )
+from papaya.learning.torch.parts import (
+    ModuleParts,
+    layout_of,
+    parts_of,
+    set_batch_norms,
+    values_of,
+)
 
 Batch: TypeAlias = tuple[Any, ...]
 """The result of the owner's `batch` or fields; passed to `loss` after the module."""
 
-_OTHER_NORMALISATION = "use LayerNorm or GroupNorm, or track_running_stats=False"
+_FLOAT32 = torch.float32
 
 
 def make_module(task: Task, seed: int = 0) -> torch.nn.Module:
@@ -52,19 +60,10 @@ def make_module(task: Task, seed: int = 0) -> torch.nn.Module:
     return module
 
 
-def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """What a client trains, by name, in the order of the vector."""
-    return {name: value for name, value in module.named_parameters() if value.requires_grad}
-
-
-def tensors_of(module: torch.nn.Module) -> dict[str, object]:
-    """The trainable parameters as arrays that share their memory."""
-    return {name: value.detach().numpy() for name, value in trainable(module).items()}
-
-
 def initial_parameters(task: Task, manifest: Manifest, seed: int) -> Vector:
     """The module's own initialisation, as a vector."""
-    return manifest.flatten(tensors_of(make_module(task, seed)))  # type: ignore[arg-type]
+    shared = parts_of(task, make_module(task, seed)).shared
+    return manifest.flatten({name: value.detach().numpy() for name, value in shared.items()})
 
 
 def state_dict(manifest: Manifest, vector: Vector) -> dict[str, torch.Tensor]:
@@ -77,38 +76,40 @@ def state_dict(manifest: Manifest, vector: Vector) -> dict[str, torch.Tensor]:
 def checked_module(task: Task) -> tuple[Manifest, bytes]:
     """The manifest and the frozen digest of a module that can be trained on devices."""
     module = make_module(task, seed=0)
-    _check_fixed_parts(module, make_module(task, seed=1))
-    parameters = trainable(module)
-    if not parameters:
-        raise OperatorError(
-            "the model has no trainable parameter",
-            hint="set requires_grad = True on at least one parameter",
-        )
-    for name, value in parameters.items():
-        if value.dtype != torch.float32 or value.device.type != "cpu":
+    parts = parts_of(task, module)
+    _check_fixed_parts(task, module, parts)
+    for name, value in (parts.shared | parts.personal).items():
+        if value.device.type != "cpu" or (value.is_floating_point() and value.dtype != _FLOAT32):
             raise OperatorError(
                 f"parameter {name!r} is {value.dtype} on {value.device}, not float32 on the CPU",
                 hint="make the module with float32 parameters; devices train on the CPU",
             )
-    manifest = Manifest(tuple((name, tuple(value.shape)) for name, value in parameters.items()))
-    manifest.flatten(tensors_of(module))  # type: ignore[arg-type]  # finite, too
-    return manifest, frozen_digest(module)
+    manifest = layout_of(parts.shared)
+    # Finite, too.
+    manifest.flatten({name: value.detach().numpy() for name, value in parts.shared.items()})
+    _check_personal(parts)
+    return manifest, frozen_digest(module, parts.tensors)
 
 
-def _check_fixed_parts(module: torch.nn.Module, other: torch.nn.Module) -> None:
-    for name, part in module.named_modules():
-        if getattr(part, "running_mean", None) is not None:
-            raise OperatorError(
-                f"{type(part).__name__} {name!r} keeps running statistics, which clients "
-                "do not upload",
-                hint=_OTHER_NORMALISATION,
-            )
-    odd = first_difference(frozen_tensors(module), frozen_tensors(other))
+def _check_fixed_parts(task: Task, module: torch.nn.Module, parts: ModuleParts) -> None:
+    other = make_module(task, seed=1)
+    others = frozen_tensors(other, parts_of(task, other).tensors)
+    odd = first_difference(frozen_tensors(module, parts.tensors), others)
     if odd is not None:
         raise OperatorError(
             f"{odd!r} is initialized at random and not trained, so it would differ between devices",
             hint=f"train {odd!r}, draw it from a generator with a seed of its own, or put it into "
             'a file: Task(frozen="base.safetensors", ...)',
+        )
+
+
+def _check_personal(parts: ModuleParts) -> None:
+    layout = parts.personal_layout
+    size = 0 if layout is None else len(encode_state(layout, values_of(parts.personal)))
+    if size > MAX_STATE_BYTES:
+        raise OperatorError(
+            f"the personal tensors have {size} bytes, the limit is {MAX_STATE_BYTES}",
+            hint="share more of the parameters",
         )
 
 
@@ -121,7 +122,9 @@ def tried_batch(task: Task, examples: Sequence[bytes]) -> Batch:
 def try_loss(task: Task, batch: Batch, examples: int) -> None:
     """The owner's `loss` of a fresh module. Refused if no client could learn from it."""
     module = make_module(task).train()
-    before = {name: value.clone() for name, value in frozen_tensors(module).items()}
+    changing = parts_of(task, module).tensors
+    before = {name: value.clone() for name, value in frozen_tensors(module, changing).items()}
+    set_batch_norms(module, examples)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         loss = _loss(task, module, batch, examples)
     if not torch.isfinite(loss):
@@ -129,11 +132,13 @@ def try_loss(task: Task, batch: Batch, examples: int) -> None:
             f"the loss of a fresh module is {loss.item()}",
             hint="look for log(0), a division by zero or NaN in the example",
         )
-    after = {name: value for name, value in frozen_tensors(module).items() if name in before}
+    held = frozen_tensors(module, changing)
+    after = {name: value for name, value in held.items() if name in before}
     changed = first_difference(before, after)
     if changed is not None:
         raise OperatorError(
-            f"the loss changes {changed!r}, which clients do not upload", hint=_OTHER_NORMALISATION
+            f"the loss changes {changed!r}, which clients neither upload nor keep",
+            hint="compute it from the batch, without changing a buffer",
         )
 
 

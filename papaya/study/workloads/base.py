@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +87,13 @@ class Workload(Protocol):
 
     def evaluate(self, parameters: Vector) -> Quality:
         """How good a model is for the whole population."""
+
+
+@runtime_checkable
+class KeepsDeviceStates(Protocol):
+    """A workload whose clients keep personal tensors: their states, by client."""
+
+    device_states: dict[int, bytes]
 
 
 def require_plain_sgd(sgd: ClientSGD) -> None:

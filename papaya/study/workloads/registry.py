@@ -213,6 +213,7 @@ def _torch(loaded: LoadedTask, source: Source, most: int, seed: int, processes: 
         examples_of,
         judges(source, seed, most),
         judged_on=judged_on,
+        client_of=lambda device: client_of(device, clients),
         seed=seed,
         processes=processes,
     )

@@ -7,6 +7,10 @@ of the start model and the client, and the same bits in one process or in many.
 With `processes` above 1 workers are spawned, and each loads the task file itself: nothing of the
 owner's code is sent. Examples are read here and sent as bytes, so the data source may be anything.
 
+If the task has personal tensors, each client of the data has its own. They change with each update
+that is trained, in the order in which updates are counted, and a judged client is judged with its
+own. So an update is a function of the client's earlier ones too.
+
 The task's own clip is left to the replay: a sweep looks at the norms of updates to choose one.
 
 Refused (OperatorError): a source that gives a wrong number of examples, a task file that changed
@@ -17,6 +21,7 @@ code fails. A client that diverges ends the call.
 from __future__ import annotations
 
 import multiprocessing
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -67,13 +72,18 @@ class TorchWorkload:
         held_out: Clients,
         *,
         judged_on: JudgedOn | None = None,
+        client_of: Callable[[int], int] = int,
         seed: int = 0,
         processes: int = 1,
     ) -> None:
+        """`client_of`: whose data a device has; such devices share personal tensors."""
         self.loaded = loaded
         self.held_out = held_out
         self._examples_of = examples_of
         self._judged_on = judged_on
+        self._client_of = client_of
+        # The personal tensors of clients that have trained.
+        self.device_states: dict[int, bytes] = {}
         self._order = splitmix64(seed, _ORDER)
         self._trainer = _Trainer(loaded)
         self._processes = processes
@@ -110,6 +120,8 @@ class TorchWorkload:
         return self.loaded.manifest.length
 
     def initial(self, seed: int) -> Vector:
+        """Version 0, of a run in which no client has trained yet."""
+        self.device_states = {}
         return self.loaded.initial_parameters(seed=seed)
 
     def train(
@@ -125,11 +137,25 @@ class TorchWorkload:
                 strict=True,
             )
         ]
+        if not self._trainer.keeps_state:
+            return self._train(jobs, sgd)[0]
+        updates = np.empty((len(jobs), self.length), FLOAT32)
+        owners = [self._client_of(job.device) for job in jobs]
+        for rows in _in_turn(owners):
+            kept = [self.device_states.get(owners[row], b"") for row in rows]
+            wave = [replace(jobs[row], state=state) for row, state in zip(rows, kept, strict=True)]
+            updates[rows], states = self._train(wave, sgd)
+            self.device_states |= zip((owners[row] for row in rows), states, strict=True)
+        return updates
+
+    def _train(self, jobs: list[_Training], sgd: ClientSGD) -> tuple[Matrix, list[bytes]]:
         if self._pool is None:
             return self._trainer.train(jobs, sgd)
         train = partial(_train, self.loaded.path, self.loaded.module_hash, sgd)
-        parts = self._pool.map(train, _shares(jobs, self._processes))
-        return np.concatenate([*parts, np.empty((0, self.length), FLOAT32)])
+        parts = list(self._pool.map(train, _shares(jobs, self._processes)))
+        updates = [updates for updates, _ in parts]
+        states = [state for _, states in parts for state in states]
+        return np.concatenate([*updates, np.empty((0, self.length), FLOAT32)]), states
 
     def evaluate(self, parameters: Vector) -> Quality:
         results = self.client_results(parameters)
@@ -139,7 +165,9 @@ class TorchWorkload:
 
     def client_results(self, parameters: Vector) -> Floats:
         """A row for each judged client: its mean loss, then its mean of each metric."""
-        examples = self._held_out_examples
+        owners = map(self._client_of, self.held_out.device.tolist())
+        states = [self.device_states.get(owner, b"") for owner in owners]
+        examples = list(map(_Judged, self._held_out_examples, states))
         if self._pool is None:
             return self._trainer.results(parameters, examples)
         judge = partial(_results, self.loaded.path, self.loaded.module_hash, parameters)
@@ -177,6 +205,18 @@ class _Training:
     model: Vector
     examples: list[bytes]
     seed: int
+    state: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What one client is judged on, and its personal tensors."""
+
+    examples: list[bytes]
+    state: bytes
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -190,7 +230,12 @@ class _Trainer:
         self._engine = TorchEngine(loaded)
         self._sgd: ClientSGD | None = None
 
-    def train(self, jobs: Sequence[_Training], sgd: ClientSGD) -> Matrix:
+    @property
+    def keeps_state(self) -> bool:
+        return self._engine.keeps_state
+
+    def train(self, jobs: Sequence[_Training], sgd: ClientSGD) -> tuple[Matrix, list[bytes]]:
+        """A row of each client's update, and the personal tensors of each."""
         if sgd != self._sgd:
             plain = structs.replace(
                 self._loaded.task, client=sgd, clip=None, privacy=None, secure_aggregation=None
@@ -198,17 +243,21 @@ class _Trainer:
             self._engine = TorchEngine(replace(self._loaded, task=plain))
             self._sgd = sgd
         updates = np.empty((len(jobs), self._loaded.manifest.length), FLOAT32)
+        states = []
         for row, job in zip(updates, jobs, strict=True):
+            self._engine.device_state = job.state
             with self._blaming(f"device {job.device}", job.examples):
                 update, _ = self._engine.train(job.model, job.examples, job.seed)
             row[:] = np.frombuffer(update, FLOAT32)
-        return updates
+            states.append(self._engine.device_state)
+        return updates, states
 
-    def results(self, parameters: Vector, clients: Sequence[list[bytes]]) -> Floats:
+    def results(self, parameters: Vector, clients: Sequence[_Judged]) -> Floats:
         """A row for each client: its mean loss, then its mean of each metric."""
         bounds = self._loaded.task.metric_bounds
         found = np.empty((len(clients), 1 + len(bounds)))
-        for row, examples in enumerate(clients):
+        for row, client in enumerate(clients):
+            examples, self._engine.device_state = client.examples, client.state
             with self._blaming(f"judged client {row}", examples):
                 sums = self._engine.evaluate(parameters, examples, len(examples))
             share = summarize(np.frombuffer(sums, FLOAT32), metrics=bounds).all
@@ -227,6 +276,16 @@ class _Trainer:
                 self._loaded.try_on([example], f"example {number} of {whose}")
             self._loaded.try_on(examples, f"all {len(examples)} examples of {whose}")
             raise
+
+
+def _in_turn(owners: Sequence[int]) -> Iterator[list[int]]:
+    """Rows in groups: those of one owner are in different groups, in order."""
+    seen: Counter[int] = Counter()
+    turns: dict[int, list[int]] = {}
+    for row, owner in enumerate(owners):
+        turns.setdefault(seen[owner], []).append(row)
+        seen[owner] += 1
+    yield from turns.values()
 
 
 def _shares(work: list[_Job], processes: int) -> list[list[_Job]]:
@@ -249,11 +308,11 @@ def _own(path: Path, module_hash: str) -> _Trainer:
     return _Trainer(loaded)
 
 
-def _train(path: Path, module_hash: str, sgd: ClientSGD, jobs: list[_Training]) -> Matrix:
+def _train(
+    path: Path, module_hash: str, sgd: ClientSGD, jobs: list[_Training]
+) -> tuple[Matrix, list[bytes]]:
     return _own(path, module_hash).train(jobs, sgd)
 
 
-def _results(
-    path: Path, module_hash: str, parameters: Vector, clients: list[list[bytes]]
-) -> Floats:
+def _results(path: Path, module_hash: str, parameters: Vector, clients: list[_Judged]) -> Floats:
     return _own(path, module_hash).results(parameters, clients)

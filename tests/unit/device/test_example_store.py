@@ -344,3 +344,39 @@ def test_a_closed_store_says_so() -> None:
     store.close()
     with pytest.raises(OperatorError, match="closed"):
         store.sweep(0.0)
+
+
+# --- What a device keeps of a task
+
+
+def test_a_state_is_kept_for_one_run_of_a_task(tmp_path: Path) -> None:
+    path = tmp_path / "device.db"
+    with ExampleStore(path, {"text": policy()}) as store:
+        assert store.state_of("a", "a-1") == b""
+        store.keep_state("a", "a-1", "text", b"first", 1.0)
+        store.keep_state("b", "b-1", "text", b"other", 1.0)
+    with ExampleStore(path) as store:
+        assert store.state_of("a", "a-1") == b"first"
+        store.keep_state("a", "a-2", "text", b"second", 2.0)
+        assert (store.state_of("a", "a-1"), store.state_of("a", "a-2")) == (b"", b"second")
+        assert store.state_of("b", "b-1") == b"other"
+
+
+def test_a_state_ends_with_its_collection_and_with_the_age_of_examples(tmp_path: Path) -> None:
+    path = tmp_path / "device.db"
+    with ExampleStore(path, {"text": policy(), "clicks": policy()}) as store:
+        store.keep_state("a", "a-1", "text", b"state of a", 0.0)
+        store.keep_state("b", "b-1", "clicks", b"state of b", 50.0)
+        store.sweep(99.0)
+        assert store.state_of("a", "a-1") == b"state of a"
+        store.sweep(100.0)
+        assert store.state_of("a", "a-1") == b""
+        assert store.state_of("b", "b-1") == b"state of b"
+        store.drop("clicks")
+        assert store.state_of("b", "b-1") == b""
+    assert b"state of" not in path.read_bytes()
+
+
+def test_a_state_of_a_collection_that_is_gone_is_refused() -> None:
+    with ExampleStore(":memory:") as store, pytest.raises(ConfigError):
+        store.keep_state("a", "a-1", "text", b"state", 0.0)

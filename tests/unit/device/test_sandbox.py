@@ -177,6 +177,41 @@ def test_a_job_trains_from_the_parameters_as_they_were_downloaded(bench: Bench) 
     assert result == JobResult(np.array([-1, -1], np.float32).tobytes(), 5)
 
 
+def test_a_job_returns_what_the_device_keeps_and_no_more(tmp_path: Path) -> None:
+    file = tmp_path / "personal.py"
+    file.write_text(
+        "import torch\n"
+        "from papaya.learning.task import ClientSGD, Examples, Task\n"
+        "import papaya.learning.device_state as kept\n"
+        "def loss(module, flood):\n"
+        "    if flood:\n"
+        "        import papaya.learning.torch.engine as engine\n"
+        "        engine.encode_state = lambda *_: bytes(kept.MAX_STATE_BYTES + 1)\n"
+        "    return module.weight.sum() + module.bias.sum()\n"
+        "task = Task(name='own', model=lambda: torch.nn.Linear(2, 1), loss=loss,\n"
+        "    batch=lambda examples: (b'flood' in examples,), personal=['bias'],\n"
+        "    examples=Examples('numbers'), client=ClientSGD(rate=1.0), concurrency=1)\n"
+    )
+    parameters = encode(np.zeros(2, np.float32), {})
+
+    async def scenario() -> None:
+        sandbox = Sandbox([file], memory_mb=512, confined=False)
+        await sandbox.start()
+        try:
+            state, biases = b"", list[float]()
+            for _ in range(3):
+                job = Job("train", str(file), parameters, (b"x",), device_state=state)
+                state = (await sandbox.run(job, 60.0)).device_state
+                biases += np.frombuffer(state, np.float32, offset=16).tolist()
+            assert np.diff(biases).tolist() == [-1.0, -1.0]
+            with pytest.raises(JobFailed, match=r"too much to be kept|more data than a result"):
+                await sandbox.run(Job("train", str(file), parameters, (b"flood",)), 60.0)
+        finally:
+            await sandbox.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_job_evaluates_with_weight_one(bench: Bench) -> None:
     result = bench.do(bench.sandbox.run(bench.job("a", "b", kind="evaluate"), 60.0))
     assert (len(result.update), result.examples) == (4 * EVALUATION_LENGTH, 1)

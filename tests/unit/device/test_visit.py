@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from msgspec import structs
 
 from papaya.client.work import Finish, Trained
 from papaya.device.events import Event, StageReached, StepsTrained, VisitEnded
 from papaya.device.example_store import ExampleStore
 from papaya.device.limits import DeviceLimits
 from papaya.device.training import ProtocolTrainer, TrainingRequest
+from papaya.device.use_policy import UsePolicy
 from papaya.errors import OperatorError
+from papaya.learning.definition import TaskTerms
+from papaya.messages.base import TaskId
 from papaya.messages.participation import Aborted, Alive, Leave, Refused, Retry
 from papaya.messages.selection import CheckIn, Rejected
 from tests.unit.device.fake_selector import (
@@ -150,6 +154,46 @@ def test_another_process_of_the_same_device_is_noticed_before_the_upload(tmp_pat
         assert fake.completed == [UPDATE]
 
     asyncio.run(scenario())
+
+
+class Keeping(Recorder):
+    """Trains a state that stays on the device."""
+
+    def terms(self, program: TaskId) -> TaskTerms:
+        return TaskTerms(False, 5, 1500, 10, None, None, collection="text")
+
+    async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
+        trained = await super().train(assignment, store)
+        return structs.replace(trained, device_state=assignment.device_state + b"+")
+
+
+def test_a_state_is_kept_with_the_participation_and_given_to_the_next_training(
+    tmp_path: Path,
+) -> None:
+    path, keeping, found = tmp_path / "device.db", Keeping(), list[tuple[bytes]]()
+
+    async def look(request: web.Request) -> web.StreamResponse:
+        with closing(sqlite3.connect(path)) as database:
+            found.extend(database.execute("SELECT state FROM device_state").fetchall())
+        return await answer(Refused("enough seen"))(request)
+
+    async def scenario() -> None:
+        async with serving() as fake:
+            policies = {"text": UsePolicy(tasks=("*",))}
+            # Training that no participation follows leaves nothing.
+            fake.replace["report"] = answer(Aborted("stale"))
+            await one_visit(fake, store=path, policies=policies, trainer=keeping)
+            fake.replace["report"] = answer(GRANTED)
+            fake.replace["chunk"] = look
+            for _ in range(2):
+                await one_visit(fake, store=path, policies=policies, trainer=keeping)
+                with closing(sqlite3.connect(path)) as database:
+                    database.execute("DELETE FROM participation")  # the gap has passed
+                    database.commit()
+
+    asyncio.run(scenario())
+    assert [given.device_state for given in keeping.given] == [b"", b"", b"+"]
+    assert found == [(b"+",), (b"++",)]
 
 
 @pytest.mark.parametrize(

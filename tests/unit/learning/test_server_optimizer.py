@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from papaya.config import OptimizerConfig
 from papaya.errors import InvariantError, OperatorError, ProtocolError
-from papaya.learning.parameters import BLOCK, Vector, encode_tensors
+from papaya.learning.parameters import BLOCK, FLOAT32, Vector, encode_tensors
 from papaya.learning.server_optimizer import OptimizerState, ServerOptimizer, server_optimizer
 
 Kind = Literal["fedavg", "fedsgd", "fedadam", "fedyogi", "fedadagrad"]
@@ -356,3 +357,15 @@ def test_arbitrary_bytes_raise_protocol_error_and_nothing_else(
 ) -> None:
     with pytest.raises(ProtocolError):
         server_optimizer(config).decode_state(data, 2)
+
+
+@pytest.mark.parametrize("kind", ["fedavg", "fedadam", "fedyogi", "fedadagrad"])
+def test_statistics_at_the_end_of_a_model_are_averaged_whatever_the_optimizer(kind: str) -> None:
+    config = msgspec.convert({"kind": kind, "rate": 0.25}, OptimizerConfig)
+    with_tail = msgspec.structs.replace(config, averaged=2)
+    before, step = np.array([1, 2, 3, 4], FLOAT32), np.array([1, -1, 0.5, 8], FLOAT32)
+    plain, tailed = server_optimizer(config), server_optimizer(with_tail)
+    expected, _ = plain.step(before, step, plain.initial_state(4))
+    found, _ = tailed.step(before, step, tailed.initial_state(4))
+    np.testing.assert_array_equal(found[:2], expected[:2])
+    np.testing.assert_array_equal(found[2:], (before + step)[2:])
