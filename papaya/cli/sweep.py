@@ -30,7 +30,7 @@ from papaya.cli.output import (
     whole,
     writing,
 )
-from papaya.cli.simulate.options import DataOptions, add_data, add_population
+from papaya.cli.simulate.options import DataOptions, add_data, add_population, add_ray
 from papaya.cli.simulate.task import lines, scale_rows
 from papaya.errors import OperatorError
 from papaya.sim.report import percent
@@ -90,6 +90,7 @@ def add_to(commands: Commands) -> None:
     )
     _add_run(parser.add_argument_group("each run"))
     parser.add_argument("--jobs", type=whole(1), metavar="J", help="number of processes")
+    add_ray(parser, "do all runs")
     parser.add_argument(
         "--output",
         type=Path,
@@ -145,7 +146,12 @@ def run(options: SweepOptions) -> int:
     note(prepared.about)
     with writing(folder), resumable(), Progress() as progress:
         outcomes = sweep(
-            plan, folder, options.jobs, lambda step: progress.update(*_shown(step)), prepared
+            plan,
+            folder,
+            options.jobs,
+            lambda step: progress.update(*_shown(step)),
+            prepared,
+            options.ray,
         )
     if any(not outcome.versions and outcome.curve.diverged is None for outcome in outcomes):
         note("warning: some runs made no server update, so they did not train: raise --hours")

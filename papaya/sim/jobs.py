@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from secrets import token_hex
 from threading import Thread
 from time import time
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from papaya.errors import OperatorError
 
@@ -34,24 +34,58 @@ Tell: TypeAlias = Callable[[float], None]
 """Called with the amount of work done since the last call, in a unit that the work chooses."""
 
 
+class SharedFiles(NamedTuple):
+    """Files of a folder that the work on an item needs and makes, by their names in the folder.
+
+    Machines that do not share the folder get copies, and what they make comes back.
+    """
+
+    folder: Path
+    needs: Callable[[Any], Sequence[str]]
+    makes: Callable[[Any], Sequence[str]]
+
+
 class Map(Protocol):
-    """Yields results as they finish. With `hear`, the work is called with a keyword `tell`."""
+    """Yields results as they finish. With `hear`, the work is called with a keyword `tell`; with
+    `files`, with a keyword `folder`.
+    """
 
     def __call__(
-        self, work: Callable[..., Any], items: Sequence[Any], hear: Tell | None = None
+        self,
+        work: Callable[..., Any],
+        items: Sequence[Any],
+        hear: Tell | None = None,
+        files: SharedFiles | None = None,
     ) -> Iterator[Any]: ...
 
 
 def in_turn(
-    work: Callable[..., Any], items: Sequence[Any], hear: Tell | None = None
+    work: Callable[..., Any],
+    items: Sequence[Any],
+    hear: Tell | None = None,
+    files: SharedFiles | None = None,
 ) -> Iterator[Any]:
     """In this process, one after the other."""
-    return map(work if hear is None else partial(work, tell=hear), items)
+    called = _in_folder(work, files)
+    return map(called if hear is None else partial(called, tell=hear), items)
+
+
+def _in_folder(work: Callable[..., Any], files: SharedFiles | None) -> Callable[..., Any]:
+    """All processes of one machine share the folder itself."""
+    return work if files is None else partial(work, folder=files.folder)
 
 
 @contextmanager
-def mapping(jobs: int) -> Iterator[Map]:
-    """In this process, or in fresh ones: `spawn`, so that no state leaks."""
+def mapping(jobs: int, ray: str | None = None) -> Iterator[Map]:
+    """In this process, or in fresh ones: `spawn`, so that no state leaks. With the address of a Ray
+    cluster (ray_jobs.py), on all its machines.
+    """
+    if ray is not None:
+        from papaya.sim.ray_jobs import ray_mapping  # imports ray
+
+        with ray_mapping(ray) as mapped_by_ray:
+            yield mapped_by_ray
+        return
     if jobs <= 1:
         yield in_turn
         return
@@ -61,8 +95,12 @@ def mapping(jobs: int) -> Iterator[Map]:
     pool = ProcessPoolExecutor(jobs, spawn, _prepare, (watched, done))
 
     def mapped(
-        work: Callable[..., Any], items: Sequence[Any], hear: Tell | None = None
+        work: Callable[..., Any],
+        items: Sequence[Any],
+        hear: Tell | None = None,
+        files: SharedFiles | None = None,
     ) -> Iterator[Any]:
+        work = _in_folder(work, files)
         called = work if hear is None else partial(_tell_parent, work)
         futures: list[Future[Any]] = []
         try:

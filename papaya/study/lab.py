@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from papaya.errors import OperatorError
-from papaya.sim.jobs import Map, Tell, take_away_parts, write_whole
+from papaya.sim.jobs import Map, SharedFiles, Tell, take_away_parts, write_whole
 from papaya.sim.report import RunReport
 from papaya.study.identity import code_digest
 from papaya.study.run import (
@@ -65,8 +65,8 @@ class Recording:
 
     def __init__(self, folder: Path, plan: RecordingPlan) -> None:
         self.plan = plan
-        self._trace = folder / "traces" / f"{plan.digest}.npz"
-        self._report = self._trace.with_suffix(".msgpack")  # JSON has no NaN
+        # JSON has no NaN, so the report is not JSON.
+        self._trace, self._report = (folder / name for name in _recorded_files(plan))
 
     @property
     def is_there(self) -> bool:
@@ -114,8 +114,9 @@ class Lab:
         distinct = {recording.plan.digest: recording for recording in wanted}.values()
         missing = [recording.plan for recording in distinct if not recording.is_there]
         missing.sort(key=lambda plan: -plan.effort)  # the longest first
-        work = partial(_record, code_digest(), self.folder)
-        self._do("traces", work, missing, len(distinct))
+        work = partial(_record, code_digest())
+        files = SharedFiles(self.folder, needs=lambda plan: (), makes=_recorded_files)
+        self._do("traces", work, missing, len(distinct), files)
         return wanted
 
     def learn(self, runs: Iterable[Run]) -> list[RunResult]:
@@ -126,12 +127,23 @@ class Lab:
         if missing:
             self.record(run.recording_plan for run in missing)
         missing.sort(key=lambda run: -run.effort)
-        work = partial(_learn, code_digest(), self.folder, self._make)
-        made = {outcome.run: outcome for outcome in self._do("runs", work, missing, len(found))}
+        work = partial(_learn, code_digest(), self._make)
+        files = SharedFiles(
+            self.folder,
+            needs=lambda run: _recorded_files(run.recording_plan),
+            makes=lambda run: (_path(run),),
+        )
+        outcomes = self._do("runs", work, missing, len(found), files)
+        made = {outcome.run: outcome for outcome in outcomes}
         return [found[run] or made[run] for run in wanted]
 
     def _do(
-        self, kind: _Kind, work: Callable[[Any], Any], missing: Sequence[Any], total: int
+        self,
+        kind: _Kind,
+        work: Callable[..., Any],
+        missing: Sequence[Any],
+        total: int,
+        files: SharedFiles,
     ) -> list[Any]:
         kept, outcomes = total - len(missing), list[Any]()
         effort, spent = sum(each.effort for each in missing), 0.0
@@ -148,7 +160,7 @@ class Lab:
             tell()
 
         tell()
-        for outcome in self._mapped(work, missing, hear):
+        for outcome in self._mapped(work, missing, hear, files):
             outcomes.append(outcome)
             tell()
         return outcomes
@@ -157,7 +169,7 @@ class Lab:
 # -- in any process -----------------------------------------------------------------------------
 
 
-def _record(code: str, folder: Path, plan: RecordingPlan, *, tell: Tell) -> None:
+def _record(code: str, plan: RecordingPlan, *, folder: Path, tell: Tell) -> None:
     _refuse_other_code(code)
     with _shares(plan.effort, tell) as told:
         recorded = record_plan(plan, lambda recorder: told(plan.share_of(recorder)))
@@ -165,7 +177,7 @@ def _record(code: str, folder: Path, plan: RecordingPlan, *, tell: Tell) -> None
     gc.collect()  # a cluster is full of cycles, and the next run would look for them rarely
 
 
-def _learn(code: str, folder: Path, make: Make, run: Run, *, tell: Tell) -> RunResult:
+def _learn(code: str, make: Make, run: Run, *, folder: Path, tell: Tell) -> RunResult:
     _refuse_other_code(code)
     recording = _recording(folder, run.recording_plan)
     total = max(1, clients_to_train(run, recording.trace))
@@ -178,7 +190,7 @@ def _learn(code: str, folder: Path, make: Make, run: Run, *, tell: Tell) -> RunR
             lambda trained, judged: told(trained / total),
         )
         encoded = msgspec.json.encode(outcome)
-        write_whole(_path(folder, run), lambda path: path.write_bytes(encoded))
+        write_whole(folder / _path(run), lambda path: path.write_bytes(encoded))
     return outcome
 
 
@@ -207,13 +219,18 @@ def _refuse_other_code(code: str) -> None:
 def _read(folder: Path, run: Run) -> RunResult | None:
     """None as well for a file that is damaged: it is made again."""
     try:
-        return msgspec.json.decode(_path(folder, run).read_bytes(), type=RunResult)
+        return msgspec.json.decode((folder / _path(run)).read_bytes(), type=RunResult)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
 
 
-def _path(folder: Path, run: Run) -> Path:
-    return folder / "runs" / f"{run.digest}.json"
+def _path(run: Run) -> str:
+    return f"runs/{run.digest}.json"
+
+
+def _recorded_files(plan: RecordingPlan) -> tuple[str, str]:
+    """The trace and the report on it."""
+    return f"traces/{plan.digest}.npz", f"traces/{plan.digest}.msgpack"
 
 
 @lru_cache(maxsize=2)

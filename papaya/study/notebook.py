@@ -88,12 +88,14 @@ def simulate(
     population: PopulationConfig | int = DEFAULT,
     seconds_per_example: float | None = None,
     processes: int = 1,
+    ray: str | None = None,
     output: Path | str | None = None,
     progress: bool = True,
 ) -> SimulatedRun:
     """Train a model on a simulated fleet. What is not given is as the task says.
 
-    With `output`, everything is written there, and a call that was interrupted resumes.
+    With `output`, everything is written there, and a call that was interrupted resumes. Clients
+    train in so many `processes`, or on the Ray cluster with the address `ray`.
     """
     prepared = _prepared(task, clients, partition, seconds_per_example, judges, population)
     setting = {
@@ -116,7 +118,9 @@ def simulate(
     if output is not None and not isinstance(task, Task):
         resume = Path(output) / "resume"
     with _telling(progress) as tell:
-        simulated = simulate_run(run, prepared, processes=processes, resume=resume, tell=tell)
+        simulated = simulate_run(
+            run, prepared, processes=processes, ray=ray, resume=resume, tell=tell
+        )
     if output is not None:
         simulated.save(output)
     if resume is not None:
@@ -140,6 +144,7 @@ def sweep(
     population: PopulationConfig | int = DEFAULT,
     seconds_per_example: float | None = None,
     jobs: int = 1,
+    ray: str | None = None,
     output: Path | str | None = None,
     progress: bool = True,
 ) -> SweepResult:
@@ -147,11 +152,14 @@ def sweep(
     there and not repeated.
 
     `jobs` above 1 are processes that import the program again: a script keeps its own work under
-    `if __name__ == "__main__"`.
+    `if __name__ == "__main__"`. `ray` is the address of a Ray cluster that does the work instead.
     """
     prepared = _prepared(task, clients, partition, seconds_per_example, judges, population)
-    if isinstance(task, Task) and jobs > 1:
-        raise _without_file("jobs=1")
+    if isinstance(task, Task) and (jobs > 1 or ray is not None):
+        raise OperatorError(
+            "other processes cannot load a Task that is defined in a notebook",
+            hint="write the task to a file, or use jobs=1",
+        )
     with _folder(output) as folder, _telling(progress) as tell:
         spec = _for_processes(prepared, folder) if jobs > 1 else prepared.spec
         plan = Plan(
@@ -165,7 +173,7 @@ def sweep(
             evaluations=evaluations,
             population=_population(population),
         )
-        outcomes = run_sweep(plan, folder, jobs, lambda step: tell(*_shown(step)), prepared)
+        outcomes = run_sweep(plan, folder, jobs, lambda step: tell(*_shown(step)), prepared, ray)
     return SweepResult(prepared.task.task, tuple(outcomes), ("regime", *vary))
 
 
@@ -278,13 +286,6 @@ def _for_processes(prepared: Prepared, folder: Path) -> WorkloadSpec:
     path = folder / f"{prepared.source.digest}.clients"
     save_source(prepared.source, path)
     return structs.replace(prepared.spec, data=f"saved:{path}", partition=None)
-
-
-def _without_file(instead: str) -> OperatorError:
-    return OperatorError(
-        "other processes cannot load a Task that is defined in a notebook",
-        hint=f"write the task to a file, or use {instead}",
-    )
 
 
 @contextmanager

@@ -267,11 +267,14 @@ def simulate_run(
     prepared: Prepared,
     *,
     processes: int = 1,
+    ray: str | None = None,
     resume: Path | None = None,
     checkpoint_s: float = CHECKPOINT_S,
     tell: TellStage = lambda name, done, words: None,
 ) -> SimulatedRun:
-    """Record and learn. `resume` is a folder for the trace and checkpoints, deleted at the end."""
+    """Record and learn. Clients train in so many processes, or on the Ray cluster `ray`. `resume`
+    is a folder for the trace and checkpoints.
+    """
     trace, report = _recorded(run, resume, tell)
     kept: list[Vector] = []
     total = max(1, clients_to_train(run, trace))
@@ -284,7 +287,7 @@ def simulate_run(
     checkpoints = None
     if resume is not None:
         checkpoints = Checkpoints(resume / f"{run.digest}.checkpoint", checkpoint_s)
-    with prepared.opened(run.recording_plan.seed, processes) as workload:
+    with prepared.opened(run.recording_plan.seed, processes, ray) as workload:
         result = learn_run(
             run,
             trace,

@@ -203,23 +203,31 @@ def sweep(
     jobs: int = 2,
     progress: Callable[[LabStep], None] = lambda step: None,
     prepared: Prepared | None = None,
+    ray: str | None = None,
 ) -> list[RunResult]:
     """All outcomes, in the order of the plan. What `folder` has already is not run again.
 
     `jobs` above 1 are processes that import the program again: a script that calls this keeps its
     own work under `if __name__ == "__main__"`. `prepared` is the workload, if it is open already.
+    `ray` is the address of a Ray cluster that does the work instead.
     """
     opened = prepared or prepare(plan.workload, plan.population)
     runs = runs_of(plan, opened)
     jobs = min(jobs, len(runs))
-    make = partial(_make, plan.workload, plan.population) if jobs > 1 else _maker(opened)
-    with mapping(jobs) as mapped:
+    make: Make
+    if ray is not None:
+        make = opened.shipped()
+    elif jobs > 1:
+        make = partial(_make, plan.workload, plan.population)
+    else:
+        make = _maker(opened)
+    with mapping(jobs, ray) as mapped:
         return Lab(folder, mapped, make, progress).learn(runs)
 
 
 def _maker(prepared: Prepared) -> Make:
     """For this process only: the data is not opened again."""
-    made = lru_cache(maxsize=2)(lambda seed: prepared.make(seed, 1))
+    made = lru_cache(maxsize=2)(lambda seed: prepared.make(seed, 1, None))
     return lambda run: made(run.recording_plan.seed)
 
 
@@ -229,7 +237,7 @@ def _make(spec: WorkloadSpec, population: PopulationConfig, run: Run) -> Workloa
 
 @lru_cache(maxsize=2)
 def _workload(spec: WorkloadSpec, population: PopulationConfig, seed: int) -> Workload:
-    return _prepared(spec, population).make(seed, 1)
+    return _prepared(spec, population).make(seed, 1, None)
 
 
 @lru_cache(maxsize=2)

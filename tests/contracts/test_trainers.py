@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from papaya.study.workloads.lstm_trainers import (
     TorchLstm,
     fastest,
 )
+from papaya.study.workloads.shipped_task import ShippedTask
 from papaya.study.workloads.torch_task import TorchWorkload, _Judged, _results
 
 # n = 1, n below, at and above a batch, batches that do not divide n
@@ -281,10 +283,16 @@ def test_a_torch_task_in_processes_gives_the_same_bits(line: LoadedTask) -> None
 
 
 def test_a_torch_task_that_changed_is_refused_by_a_worker(line: LoadedTask) -> None:
-    line.path.write_text(TASK + "# changed\n")
+    """A file that changes later is no problem: its content has been sent."""
+    shipped, parameters = ShippedTask.of(line), line.initial_parameters()
     judged = [_Judged(rows_of(0, 1), b"")]
+    before = _results(shipped, parameters, judged)
+    line.path.write_text(TASK + "# changed\n")
+    other = replace(shipped, path=line.path.with_name("missing.py"))
+    for sent in (shipped, other):
+        assert _results(sent, parameters, judged).tolist() == before.tolist()
     with pytest.raises(OperatorError, match="changed during the simulation"):
-        _results(line.path, line.module_hash, line.initial_parameters(), judged)
+        _results(ShippedTask.of(line), parameters, judged)
 
 
 def test_a_source_with_too_few_examples_is_refused(line: LoadedTask) -> None:

@@ -57,6 +57,7 @@ class DataOptions(PopulationOptions):
     partition: str | None = None
     seconds_per_example: float | None = None
     judges: int | None = None
+    ray: str | None = None
 
     def workload_spec(self, name: str) -> WorkloadSpec:
         """Of a built-in workload, or of a task file with the given data."""
@@ -148,4 +149,13 @@ def add_data(group: argparse._ArgumentGroup) -> None:
         metavar="S",
         help="seconds per example on a median device (default: chosen so that training "
         "takes as long as in the built-in population)",
+    )
+
+
+def add_ray(group: argparse._ArgumentGroup | argparse.ArgumentParser, what: str) -> None:
+    group.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help=f"{what} on a Ray cluster: host:port, auto for one that runs on this machine, or "
+        "local to start one (default: on this machine, without Ray)",
     )

@@ -30,7 +30,7 @@ from papaya.cli.output import (
     whole,
     writing,
 )
-from papaya.cli.simulate.options import DataOptions, add_data, add_population
+from papaya.cli.simulate.options import DataOptions, add_data, add_population, add_ray
 from papaya.config import AsyncFL, SyncFL
 from papaya.errors import OperatorError
 from papaya.sim.cluster import ClusterConfig
@@ -39,7 +39,16 @@ from papaya.sim.simulate import Moment, protocol_tasks, simulate
 
 _CONCURRENCY, _GAP_S, _HOURS, _TASKS = 1300, 3600.0, 0.5, 1
 _CHECKPOINT_S = 30.0
-_LOCATIONS = ("task_file", "data", "rerun", "processes", "checkpoint_every", "output", "format")
+_LOCATIONS = (
+    "task_file",
+    "data",
+    "rerun",
+    "processes",
+    "ray",
+    "checkpoint_every",
+    "output",
+    "format",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +144,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         metavar="P",
         help="number of processes that train clients (default: 1)",
     )
+    add_ray(group, "train clients")
     group.add_argument(
         "--checkpoint-every",
         type=float,
@@ -228,6 +238,7 @@ def run(options: SimulateOptions) -> int:
         "--server-rate": options.server_rate,
         "--training-processes": options.processes,
         "--checkpoint-every": options.checkpoint_every,
+        "--ray": options.ray,
     }
     _refuse(training, "with a task file", "papaya simulate my_task.py --data leaf:FOLDER")
     return _run_control_plane(options)

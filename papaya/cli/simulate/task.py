@@ -106,6 +106,7 @@ def _simulated(
             run,
             prepared,
             processes=options.processes or 1,
+            ray=options.ray,
             resume=folder / "resume",
             checkpoint_s=CHECKPOINT_S if every_s is None else every_s,
             tell=progress.update,

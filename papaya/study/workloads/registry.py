@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
@@ -24,19 +24,21 @@ from papaya.config import OptimizerConfig, TaskConfig
 from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Manifest
-from papaya.learning.task import LoadedTask, load_task
+from papaya.learning.task import NO_FILE, LoadedTask, load_task
 from papaya.sim.draws import Ints, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig, client_of
 from papaya.study.data.opening import open_source
 from papaya.study.data.partition import Partition
 from papaya.study.data.source import Source, described, population_of
 from papaya.study.replay import Rates
+from papaya.study.run import Run
 from papaya.study.workloads.base import Clients, Workload
 from papaya.study.workloads.language import (
     BigramWorkload,
     EmbeddingWorkload,
     LanguageWorkload,
 )
+from papaya.study.workloads.shipped_task import ShippedTask
 
 BUILT_IN: Final[dict[str, type[LanguageWorkload]]] = {
     "embedding": EmbeddingWorkload,
@@ -82,8 +84,8 @@ class Prepared:
     """A workload that is ready to run, with its own task and rates.
 
     `digest` names model and data by their content, unless they are our own code.
-    `make(seed, processes)` makes the workload. `manifest` names the tensors of its parameters.
-    `source` is the data of a task file, `task_source` the content of the file.
+    `make(seed, processes, ray)` makes the workload. `manifest` names the tensors of its parameters.
+    `source` is the data of a task file, `loaded` the file.
     """
 
     spec: WorkloadSpec
@@ -91,21 +93,61 @@ class Prepared:
     task: TaskConfig
     rates: Rates
     population: PopulationConfig
-    make: Callable[[int, int], Workload]
+    make: Callable[[int, int, str | None], Workload]
     about: str
     manifest: Manifest
     source: Source | None = None
-    task_source: bytes | None = None
+    loaded: LoadedTask | None = None
+
+    @property
+    def task_source(self) -> bytes | None:
+        """The content of the task file, if there is one."""
+        if self.loaded is None or self.loaded.path == NO_FILE:
+            return None
+        return self.loaded.path.read_bytes()
+
+    def shipped(self) -> ShippedWorkload:
+        """For machines that have neither the task file nor the data."""
+        task = None if self.loaded is None else ShippedTask.of(self.loaded)
+        return ShippedWorkload(self.digest, self.spec, self.population, task, self.source)
 
     @contextmanager
-    def opened(self, seed: int, processes: int = 1) -> Iterator[Workload]:
-        """The workload; its processes end with the context."""
-        workload = self.make(seed, processes)
+    def opened(self, seed: int, processes: int = 1, ray: str | None = None) -> Iterator[Workload]:
+        """The workload; its processes end with the context. `ray` is the address of a cluster."""
+        workload = self.make(seed, processes, ray)
         try:
             yield workload
         finally:
             if isinstance(workload, SupportsClose):
                 workload.close()
+
+
+@dataclass(frozen=True, eq=False)
+class ShippedWorkload:
+    """Makes the workload of a run anywhere. `population` is the one with the data's volumes."""
+
+    digest: str
+    spec: WorkloadSpec
+    population: PopulationConfig
+    task: ShippedTask | None
+    source: Source | None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShippedWorkload) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __call__(self, run: Run) -> Workload:
+        return _shipped(self, run.recording_plan.seed)
+
+
+@lru_cache(maxsize=2)
+def _shipped(shipped: ShippedWorkload, seed: int) -> Workload:
+    if shipped.task is None or shipped.source is None:
+        return _built_in(shipped.spec, shipped.population).make(seed, 1, None)
+    loaded = shipped.task.load()
+    return with_source(shipped.spec, loaded, shipped.source, shipped.population).make(seed, 1, None)
 
 
 def prepare(spec: WorkloadSpec, population: PopulationConfig = DEFAULT) -> Prepared:
@@ -127,7 +169,7 @@ def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
     kind = BUILT_IN[spec.name]
     workload = kind(population)
 
-    def make(seed: int, processes: int) -> Workload:
+    def make(seed: int, processes: int, ray: str | None) -> Workload:
         return kind(population, seed=seed)
 
     return Prepared(
@@ -186,7 +228,7 @@ def with_source(
         about=f"{task.task}: {task.model_length:,} parameters; {described(source)}",
         manifest=loaded.manifest,
         source=source,
-        task_source=loaded.path.read_bytes() if loaded.path.is_file() else None,
+        loaded=loaded,
     )
 
 
@@ -197,7 +239,9 @@ def _transferring(population: PopulationConfig, task: TaskConfig) -> PopulationC
     return structs.replace(population, transfer_kbit=2 * 32 * task.model_length / 1000)
 
 
-def _torch(loaded: LoadedTask, source: Source, most: int, seed: int, processes: int) -> Workload:
+def _torch(
+    loaded: LoadedTask, source: Source, most: int, seed: int, processes: int, ray: str | None
+) -> Workload:
     from papaya.study.workloads.torch_task import TorchWorkload  # imports torch
 
     clients = len(source.volumes)
@@ -216,6 +260,7 @@ def _torch(loaded: LoadedTask, source: Source, most: int, seed: int, processes: 
         client_of=lambda device: client_of(device, clients),
         seed=seed,
         processes=processes,
+        ray=ray,
     )
 
 

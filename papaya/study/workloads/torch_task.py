@@ -4,8 +4,9 @@ One module is made and reused for every client. A client's batches are in the or
 draws from its seed, which is hashed from (seed, device, participation); so an update is a function
 of the start model and the client, and the same bits in one process or in many.
 
-With `processes` above 1 workers are spawned, and each loads the task file itself: nothing of the
-owner's code is sent. Examples are read here and sent as bytes, so the data source may be anything.
+With `processes` above 1 workers are spawned, or with `ray` work on a cluster; each loads the task
+file itself (shipped_task.py). Examples are read here and sent as bytes, so the data source may be
+anything.
 
 If the task has personal tensors, each client of the data has its own. They change with each update
 that is trained, in the order in which updates are counted, and a judged client is judged with its
@@ -28,7 +29,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import pairwise
-from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -39,10 +39,12 @@ from papaya.errors import OperatorError, PapayaError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.evaluation import summarize
 from papaya.learning.parameters import FLOAT32, Vector
-from papaya.learning.task import NO_FILE, LoadedTask, load_task
+from papaya.learning.task import LoadedTask
 from papaya.learning.torch.engine import TorchEngine
 from papaya.sim.draws import Floats, Ints, splitmix64
+from papaya.sim.ray_jobs import RayPool
 from papaya.study.workloads.base import Clients, Matrix, Quality, quality
+from papaya.study.workloads.shipped_task import ShippedTask
 
 ExamplesOf = Callable[[int, int], list[bytes]]
 """examples_of(device, n): the device's n examples, always the same ones."""
@@ -75,6 +77,7 @@ class TorchWorkload:
         client_of: Callable[[int], int] = int,
         seed: int = 0,
         processes: int = 1,
+        ray: str | None = None,
     ) -> None:
         """`client_of`: whose data a device has; such devices share personal tensors."""
         self.loaded = loaded
@@ -86,14 +89,9 @@ class TorchWorkload:
         self.device_states: dict[int, bytes] = {}
         self._order = splitmix64(seed, _ORDER)
         self._trainer = _Trainer(loaded)
-        self._processes = processes
-        if processes > 1 and loaded.path == NO_FILE:
-            raise OperatorError(
-                "other processes cannot load a Task that is defined in a notebook",
-                hint="write the task to a file, or use one process",
-            )
-        spawn = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(processes, spawn) if processes > 1 else None
+        self._shipped = ShippedTask.of(loaded) if processes > 1 or ray is not None else None
+        self._pool = _pool(processes, ray)
+        self._processes = self._pool.workers if isinstance(self._pool, RayPool) else processes
 
     def __enter__(self) -> Self:
         return self
@@ -149,9 +147,9 @@ class TorchWorkload:
         return updates
 
     def _train(self, jobs: list[_Training], sgd: ClientSGD) -> tuple[Matrix, list[bytes]]:
-        if self._pool is None:
+        if self._pool is None or self._shipped is None:
             return self._trainer.train(jobs, sgd)
-        train = partial(_train, self.loaded.path, self.loaded.module_hash, sgd)
+        train = partial(_train, self._shipped, sgd)
         parts = list(self._pool.map(train, _shares(jobs, self._processes)))
         updates = [updates for updates, _ in parts]
         states = [state for _, states in parts for state in states]
@@ -168,9 +166,9 @@ class TorchWorkload:
         owners = map(self._client_of, self.held_out.device.tolist())
         states = [self.device_states.get(owner, b"") for owner in owners]
         examples = list(map(_Judged, self._held_out_examples, states))
-        if self._pool is None:
+        if self._pool is None or self._shipped is None:
             return self._trainer.results(parameters, examples)
-        judge = partial(_results, self.loaded.path, self.loaded.module_hash, parameters)
+        judge = partial(_results, self._shipped, parameters)
         parts = self._pool.map(judge, _shares(examples, self._processes))
         return np.concatenate(list(parts))
 
@@ -299,20 +297,24 @@ def _shares(work: list[_Job], processes: int) -> list[list[_Job]]:
     return [work[first:last] for first, last in pairwise(cuts)]
 
 
+def _pool(processes: int, ray: str | None) -> ProcessPoolExecutor | RayPool | None:
+    if ray is not None:
+        return RayPool(ray)
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(processes, spawn) if processes > 1 else None
+
+
 @cache
-def _own(path: Path, module_hash: str) -> _Trainer:
+def _own(shipped: ShippedTask) -> _Trainer:
     """The trainer of a worker process."""
-    loaded = load_task(path)
-    if loaded.module_hash != module_hash:
-        raise OperatorError(f"{path} changed during the simulation", hint="run the command again")
-    return _Trainer(loaded)
+    return _Trainer(shipped.load())
 
 
 def _train(
-    path: Path, module_hash: str, sgd: ClientSGD, jobs: list[_Training]
+    shipped: ShippedTask, sgd: ClientSGD, jobs: list[_Training]
 ) -> tuple[Matrix, list[bytes]]:
-    return _own(path, module_hash).train(jobs, sgd)
+    return _own(shipped).train(jobs, sgd)
 
 
-def _results(path: Path, module_hash: str, parameters: Vector, clients: list[_Judged]) -> Floats:
-    return _own(path, module_hash).results(parameters, clients)
+def _results(shipped: ShippedTask, parameters: Vector, clients: list[_Judged]) -> Floats:
+    return _own(shipped).results(parameters, clients)

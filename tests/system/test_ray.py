@@ -1,0 +1,121 @@
+"""Work on a Ray cluster of several nodes: the same numbers, and a lost worker costs its own run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import papaya
+from papaya.sim.jobs import SharedFiles, mapping
+
+ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]
+
+SETTINGS: dict[str, Any] = {
+    "vary": {"K": (3, 6), "client_rate": (0.1, 0.5)},
+    "updates": 60,
+    "evaluations": 3,
+    "population": 10_000,
+    "progress": False,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """Three nodes with a core each, in processes of their own."""
+    from ray.cluster_utils import Cluster
+
+    root = str(Path(__file__).resolve().parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    nodes: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    for _ in range(2):
+        nodes.add_node(num_cpus=1)
+    nodes.wait_for_nodes()
+    yield nodes.address
+    nodes.shutdown()
+
+
+def some_clients() -> list[list[bytes]]:
+    rng = np.random.default_rng(3)
+    points = rng.normal(size=(12, 25, 2)).tolist()
+    return [[json.dumps({"x": x, "y": int(x[0] > 0)}).encode() for x in own] for own in points]
+
+
+def test_a_sweep_has_the_same_files_as_without_ray(cluster: str, tmp_path: Path) -> None:
+    clients = some_clients()
+    here = papaya.sweep("examples/leaf.py", clients, output=tmp_path / "here", **SETTINGS)
+    there = papaya.sweep(
+        "examples/leaf.py", clients, output=tmp_path / "there", ray=cluster, **SETTINGS
+    )
+    assert there.table.equals(here.table)
+    found = [
+        {path.name: path.read_bytes() for path in (tmp_path / which / "runs").iterdir()}
+        for which in ("here", "there")
+    ]
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
+    gone = next((tmp_path / "there" / "runs").iterdir())
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "there" / "runs").iterdir()}
+    gone.unlink()
+    papaya.sweep("examples/leaf.py", clients, output=tmp_path / "there", ray=cluster, **SETTINGS)
+    changed = {path for path, time in kept.items() if path.stat().st_mtime_ns != time}
+    assert changed == {gone}, "only what was missing is run again"
+
+
+def test_clients_train_on_the_cluster_with_the_same_bits(cluster: str) -> None:
+    settings = {name: value for name, value in SETTINGS.items() if name != "vary"}
+    here = papaya.simulate("examples/leaf.py", some_clients(), **settings)
+    there = papaya.simulate("examples/leaf.py", some_clients(), ray=cluster, **settings)
+    assert there.history.equals(here.history)
+    assert there.parameters.tobytes() == here.parameters.tobytes()
+    assert there.clients.equals(here.clients)
+
+
+def _fragile(marks: Path, item: int, *, folder: Path, tell: Any) -> int:
+    """Work on item 3 loses its worker the first time."""
+    with (marks / str(item)).open("a") as mark:
+        mark.write("x")
+        mark.flush()
+        os.fsync(mark.fileno())
+    if item == 3 and (marks / "3").read_text() == "x":
+        os._exit(1)
+    (folder / f"made/{item}").write_bytes((folder / "needed").read_bytes() * item)
+    tell(1.0)
+    return item
+
+
+def test_a_lost_worker_costs_only_its_own_run(cluster: str, tmp_path: Path) -> None:
+    marks, folder = tmp_path / "marks", tmp_path / "folder"
+    marks.mkdir()
+    folder.mkdir()
+    (folder / "needed").write_bytes(b"ab")
+    files = SharedFiles(
+        folder, needs=lambda item: ("needed",), makes=lambda item: (f"made/{item}",)
+    )
+    heard: list[float] = []
+    with mapping(1, ray=cluster) as mapped:
+        done = sorted(mapped(partial(_fragile, marks), range(6), heard.append, files))
+    assert done == list(range(6))
+    assert sum(heard) == 6.0
+    assert {path.name: path.read_text() for path in marks.iterdir()} == {
+        **{str(item): "x" for item in range(6)},
+        "3": "xx",
+    }
+    for item in range(6):
+        assert (folder / f"made/{item}").read_bytes() == b"ab" * item
+
+
+def test_an_error_in_the_work_is_the_callers(cluster: str) -> None:
+    with mapping(1, ray=cluster) as mapped, pytest.raises(ZeroDivisionError):
+        list(mapped(_divided, [1, 0]))
+
+
+def _divided(item: int) -> float:
+    return 1 / item
