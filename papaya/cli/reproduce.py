@@ -29,8 +29,9 @@ from papaya.cli.output import (
 from papaya.errors import OperatorError
 from papaya.study.experiments.reproduce import EXPERIMENTS, as_data, reproduce, verdicts
 from papaya.study.experiments.result import Result
-from papaya.study.experiments.runs import SCALES
+from papaya.study.experiments.runs import SCALES, Scale
 from papaya.study.lab import LabStep
+from papaya.study.workloads.text import LIBRARY_NAME, open_corpus
 
 _WORK = {"traces": "recording", "runs": "learning"}
 
@@ -41,6 +42,7 @@ class ReproduceOptions(FormatOptions):
     scale: str = "quick"
     seeds: int | None = None
     jobs: int = 2
+    data: str = LIBRARY_NAME
     output: Path = Path("runs/reproduce")
 
 
@@ -69,6 +71,13 @@ def add_to(commands: Commands) -> None:
         metavar="N",
         help="number of repetitions (default: 5)",
     )
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        help="real text beside the synthetic language: a folder with texts (a client per file), "
+        f"LEAF's JSON (a client per user), {LIBRARY_NAME} (the docstrings of Python's standard "
+        "library, a client per file), or none",
+    )
     parser.add_argument("--jobs", type=whole(1), metavar="N", help="number of processes")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for results")
     add_format(parser)
@@ -76,11 +85,14 @@ def add_to(commands: Commands) -> None:
 
 
 def run(options: ReproduceOptions) -> int:
-    keys = _keys(options.what)
     scale = SCALES[options.scale]
+    keys = _keys(options.what, scale)
     seeds = range(1, 1 + (options.seeds or scale.seeds))
     folder = make_folder(options.output / scale.name)
     started = time.monotonic()
+    corpus = None if options.data == "none" else open_corpus(options.data)
+    if corpus is not None:
+        note(f"real text: {corpus.about}")
     with writing(folder), resumable(), Progress() as progress:
 
         def tell(step: LabStep) -> None:
@@ -92,7 +104,14 @@ def run(options: ReproduceOptions) -> int:
             progress.say(f"{result.title}: {_verdict(result)}")
 
         results = reproduce(
-            keys, scale, list(seeds), folder, jobs=options.jobs, tell=tell, ended=ended
+            keys,
+            scale,
+            list(seeds),
+            folder,
+            jobs=options.jobs,
+            corpus=corpus,
+            tell=tell,
+            ended=ended,
         )
     if options.is_json:
         print_json([as_data(result) for result in results])
@@ -103,9 +122,11 @@ def run(options: ReproduceOptions) -> int:
     return 0 if all(check.holds for result in results for check in result.checks) else 1
 
 
-def _keys(what: list[str]) -> list[str]:
+def _keys(what: list[str], scale: Scale) -> list[str]:
     if "all" in what:
-        return list(EXPERIMENTS)
+        if left_out := [key for key in scale.left_out if key not in what]:
+            note(f"not part of all at this scale, run by name: {', '.join(left_out)}")
+        return [key for key in EXPERIMENTS if key not in left_out]
     if unknown := [key for key in what if key not in EXPERIMENTS]:
         raise OperatorError(
             f"there is no experiment {unknown[0]!r}",

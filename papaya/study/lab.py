@@ -108,6 +108,10 @@ class Lab:
             part.mkdir(parents=True, exist_ok=True)
             take_away_parts(part)
 
+    def workload(self, run: Run) -> Workload:
+        """What this run learns."""
+        return self._make(run)
+
     def record(self, plans: Iterable[RecordingPlan]) -> list[Recording]:
         """In the order in which they are asked for."""
         wanted = [Recording(self.folder, plan) for plan in plans]

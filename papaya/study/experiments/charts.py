@@ -17,33 +17,63 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from papaya.sim.draws import Floats
 from papaya.sim.plots import COLORS, prepare, save
 
 Points = Sequence[tuple[float, Sequence[float]]]
-_Lines = Mapping[str, Points]
+Lines = Mapping[str, Points]
 _HEIGHT, _WIDTH = 3.6, 4.6
 _FEW = 12
 _INSIDE = 4
 _ROOM = 0.8
 _REGIMES = {"AsyncFL": 0, "AsyncFL, large K": 3, "SyncFL": 1, "SyncFL without": 2}
+_UNMET = "target not reached in all recorded runs"
+_BINS = 50
+_MARGIN = 1.15
 
 
 class Panel(NamedTuple):
-    """`lines`: label -> (x, values of the seeds). `paper`: the paper's points."""
+    """`lines`: label -> (x, values of the seeds). `paper`: the paper's points. `even` is drawn as a
+    level at which both sides are equal.
+    """
 
     title: str
     y_label: str
-    lines: _Lines
+    lines: Lines
     log: bool = False
     paper: tuple[tuple[float, float], ...] = ()
+    even: float | None = None
+    from_zero: bool = True
+
+
+class Dots(NamedTuple):
+    """`values`: label -> for each group, what the seeds gave; `paper`: what the paper has."""
+
+    title: str
+    y_label: str
+    groups: Sequence[str]
+    values: Mapping[str, Sequence[Sequence[float]]]
+    paper: Mapping[str, Sequence[float]]
 
 
 def by_concurrency(folder: Path, key: str, panels: Sequence[Panel]) -> str:
-    return lines(folder, key, "concurrency", panels)
+    return lines(folder, key, "concurrency (clients)", panels)
 
 
-def lines(folder: Path, key: str, x_label: str, panels: Sequence[Panel]) -> str:
-    """One panel beside the other; a band from the lowest to the highest seed."""
+def lines(
+    folder: Path,
+    key: str,
+    x_label: str,
+    panels: Sequence[Panel],
+    *,
+    falling: bool = False,
+    ratios: bool = False,
+) -> str:
+    """One panel beside the other; a band from the lowest to the highest seed. A cross at the edge
+    marks a place where a line has no value, because a target was not reached.
+
+    `ratios`: the axis of x is logarithmic. `falling`: it also has large values on the left.
+    """
 
     def make() -> Figure:
         labels = list(dict.fromkeys(label for panel in panels for label in panel.lines))
@@ -55,9 +85,44 @@ def lines(folder: Path, key: str, x_label: str, panels: Sequence[Panel]) -> str:
                 _line(axis, label, _seen(points, positive=panel.log), colors[label])
             if panel.paper:
                 x, y = zip(*panel.paper, strict=True)
-                axis.plot(x, y, "k*", markersize=9, label="the paper")
+                axis.plot(x, y, "k*", markersize=9, label="the paper", linestyle="none")
+            if panel.even is not None:
+                axis.axhline(panel.even, color="#999999", lw=0.8, ls=(0, (4, 3)), zorder=0)
+            if falling or ratios:
+                _stretch(axis, panel, falling=falling)
             _scale(axis, panel)
+            _mark_places(axis, panel)
+            _mark_unmet(axis, panel, colors)
         _legends(figure, axes, panels)
+        return figure
+
+    return save(make, folder / f"{key}.png").name
+
+
+def dots(folder: Path, key: str, x_label: str, panels: Sequence[Dots]) -> str:
+    """A point for each group with a whisker over the seeds, beside the paper's star. The axes of y
+    are the same.
+    """
+
+    def make() -> Figure:
+        figure, axes = _figure(len(panels), share_y=True)
+        for axis, panel in zip(axes, panels, strict=True):
+            prepare(axis, panel.title, x_label, panel.y_label)
+            colors, width = _colors(panel.values), _ROOM / len(panel.values)
+            for place, (label, found) in enumerate(panel.values.items()):
+                shift = (place - (len(panel.values) - 1) / 2) * width
+                x = [at + shift for at in range(len(found))]
+                means = [fmean(seeds) for seeds in found]
+                below = [mean - min(seeds) for mean, seeds in zip(means, found, strict=True)]
+                above = [max(seeds) - mean for mean, seeds in zip(means, found, strict=True)]
+                color = colors[label]
+                axis.errorbar(x, means, (below, above), fmt="o", ms=5, color=color, label=label)
+                axis.plot(x, panel.paper[label], "*", ms=9, color=color, mec="k", mew=0.7)
+            axis.plot([], [], "*", ms=9, color="w", mec="k", label="the paper")
+            axis.axhline(1.0, color="#999999", lw=0.8, ls=(0, (4, 3)), zorder=0)
+            axis.set_xticks(range(len(panel.groups)), panel.groups)
+            axis.set_xlim(-0.5, len(panel.groups) - 0.5)
+        axes[0].legend(frameon=False, fontsize=8)
         return figure
 
     return save(make, folder / f"{key}.png").name
@@ -71,7 +136,9 @@ def bars(
     groups: Sequence[str],
     values: Mapping[str, Sequence[Sequence[float]]],
 ) -> str:
-    """`values`: label -> for each group, what the seeds gave. A whisker spans the seeds."""
+    """`values`: label -> for each group, what the seeds gave. A whisker spans the seeds. Words
+    stand where a bar would be if a target was not reached.
+    """
 
     def make() -> Figure:
         figure, (axis,) = _figure(1)
@@ -85,6 +152,11 @@ def bars(
                     mean = fmean(seeds)
                     spread = [[mean - min(seeds)], [max(seeds) - mean]]
                     axis.bar(at + shift, mean, 0.9 * width, yerr=spread, color=color)
+                else:
+                    axis.text(
+                        at + shift, 0, " not reached", rotation=90, ha="center", va="bottom",
+                        fontsize=7, color=color,
+                    )  # fmt: skip
             axis.bar(0, 0, color=color, label=label)  # the legend's, even if nothing was drawn
         axis.set_xticks(range(len(groups)), groups)
         if len(values) > 1:
@@ -97,23 +169,38 @@ def bars(
 def histograms(
     folder: Path, key: str, title: str, x_label: str, samples: Mapping[str, Sequence[float]]
 ) -> str:
-    """Densities over a logarithmic axis, as steps."""
+    """Densities over a logarithmic axis, as steps. Whole numbers have bins of whole numbers, with
+    edges between them; a bin's share is divided by its width, or wide bins would look fuller.
+    """
 
     def make() -> Figure:
         figure, (axis,) = _figure(1)
-        prepare(axis, title, x_label, "share of clients")
-        low = min(min(values) for values in samples.values())
-        high = max(max(values) for values in samples.values())
-        edges = np.geomspace(max(low, 1e-3), high, 50)
-        colors, steps = _colors(samples), edges.tolist()
+        prepare(axis, title, x_label, "share of clients per factor of e")
+        edges = _edges(samples.values())
+        middles = np.sqrt(edges[:-1] * edges[1:])
+        widths, colors = np.diff(np.log(edges)), _colors(samples)
         for label, values in samples.items():
-            weights, color = np.full(len(values), 1 / len(values)), colors[label]
-            axis.hist(values, steps, weights=weights, histtype="step", color=color, label=label)
+            counts, _ = np.histogram(values, edges)
+            shares = counts / len(values) / widths
+            axis.step(middles, shares, where="mid", color=colors[label], label=label)
         axis.set_xscale("log")
-        axis.legend(frameon=False, fontsize=8)
+        axis.set_ylim(bottom=0)
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        if len(samples) > 1:
+            axis.legend(frameon=False, fontsize=8)
         return figure
 
     return save(make, folder / f"{key}.png").name
+
+
+def _edges(samples: Iterable[Sequence[float]]) -> Floats:
+    every = np.concatenate([np.asarray(values, np.float64) for values in samples])
+    edges = np.geomspace(max(every.min(), 1e-3), every.max() * (1 + 1e-9), _BINS)
+    if (every == np.rint(every)).all():
+        edges = np.unique(np.rint(edges)) - 0.5
+        edges = np.append(edges, np.rint(every.max()) + 0.5)
+    found: Floats = edges
+    return found
 
 
 def _colors(labels: Iterable[str]) -> dict[str, str]:
@@ -127,9 +214,9 @@ def _colors(labels: Iterable[str]) -> dict[str, str]:
     return {label: regimes.get(label) or next(others) for label in labels}
 
 
-def _figure(count: int) -> tuple[Figure, list[Axes]]:
+def _figure(count: int, *, share_y: bool = False) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(_WIDTH * count, _HEIGHT), layout="constrained")
-    axes = figure.subplots(1, count, squeeze=False)
+    axes = figure.subplots(1, count, squeeze=False, sharey=share_y)
     return figure, list(axes[0])
 
 
@@ -155,19 +242,66 @@ def _seen(points: Points, *, positive: bool) -> Points:
 
 
 def _scale(axis: Axes, panel: Panel) -> None:
-    if not panel.log:
-        axis.set_ylim(bottom=0)
-    elif any(_seen(points, positive=True) for points in panel.lines.values()):
+    if panel.log and any(_seen(points, positive=True) for points in panel.lines.values()):
         axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            which(FuncFormatter(_few_digits))
+        axis.tick_params(axis="y", which="minor", labelsize=7)
+    elif panel.from_zero and not panel.log:
+        axis.set_ylim(bottom=0)
+
+
+def _stretch(axis: Axes, panel: Panel, *, falling: bool) -> None:
+    """A logarithmic axis of x with all places of the lines, drawn or not."""
+    places = [x for points in panel.lines.values() for x, _ in points]
+    axis.set_xscale("log")
+    low, high = min(places) / _MARGIN, max(places) * _MARGIN
+    axis.set_xlim(*((high, low) if falling else (low, high)))
+
+
+def _few_digits(value: float, _: object) -> str:
+    """Of a logarithmic axis: labels at 1, 2 and 5."""
+    digit = value / 10 ** math.floor(math.log10(value)) if value > 0 else 0.0
+    return f"{value:g}" if round(digit, 6) in (1, 2, 5) else ""
+
+
+def _mark_places(axis: Axes, panel: Panel) -> None:
+    """Ticks where there are values, if those are few."""
+    places = sorted({x for points in panel.lines.values() for x, _ in points})
+    if len(places) <= _FEW:
+        axis.set_xticks(places, [f"{x:g}" for x in places])
+        axis.set_xticks([], minor=True)
+
+
+def _mark_unmet(axis: Axes, panel: Panel, colors: Mapping[str, str]) -> None:
+    """A cross at the lower edge for each line that has no value there, side by side."""
+    label: str | None = _UNMET
+    across = axis.get_xaxis_transform()  # x as data, y as a share of the height
+    for row, (line, points) in enumerate(panel.lines.items()):
+        seen = {x for x, _ in _seen(points, positive=panel.log)}
+        for x in (x for x, _ in points if x not in seen):
+            y = 0.04 + 0.04 * row
+            axis.plot(
+                [x], [y], "x", color=colors[line], ms=5, transform=across, label=label,
+                clip_on=False,
+            )  # fmt: skip
+            label = None
 
 
 def _legends(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel]) -> None:
-    """Inside a panel if it is short, under all of them if it is not."""
-    longest = max(zip(axes, panels, strict=True), key=lambda pair: len(pair[1].lines))
-    if len(longest[1].lines) > _INSIDE:
-        handles, labels = longest[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    for axis, panel in zip(axes, panels, strict=True):
-        if 1 < len(panel.lines) <= _INSIDE:
+    """Inside a panel if all have other lines and few, else under all of them."""
+    handles = {
+        label: handle
+        for axis in axes
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    alike = all(list(panel.lines) == list(panels[0].lines) for panel in panels)
+    if len(handles) > _INSIDE or (alike and len(panels) > 1):
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False,
+            fontsize=8,
+        )  # fmt: skip
+        return
+    for axis in axes:
+        if len(axis.get_legend_handles_labels()[1]) > 1:
             axis.legend(frameon=False, fontsize=8)

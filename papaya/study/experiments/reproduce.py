@@ -28,6 +28,7 @@ from papaya.study.experiments import (
     designs,
     execution_times,
     goal_sweep,
+    lstm_speedup,
     model_quality,
     sampling_bias,
     sensitivity,
@@ -45,7 +46,6 @@ from papaya.study.experiments.runs import (
     HEADLINE,
     LSTM_CLIENT,
     SUPPLY,
-    TARGETS,
     Scale,
     workload_of,
 )
@@ -53,7 +53,8 @@ from papaya.study.identity import EXPERIMENTS as EXPERIMENT_CODE
 from papaya.study.identity import digest
 from papaya.study.lab import Lab, LabStep
 from papaya.study.run import RecordingPlan
-from papaya.study.workloads.lstm import DIALECTS
+from papaya.study.workloads.paper import DIALECTS, keep_corpus, kept_corpus, text_data
+from papaya.study.workloads.text import Corpus
 
 _LEFT_OUT = "Made with other seeds, another scale or other code, and left out here: "
 _STYLE = """
@@ -96,6 +97,7 @@ _MODULES: Final[tuple[ModuleType, ...]] = (
     tee_transfer,
     stale_limit,
     sensitivity,
+    lstm_speedup,
 )
 EXPERIMENTS: Final[dict[str, Experiment]] = {
     module.KEY: cast(Experiment, module) for module in _MODULES
@@ -114,17 +116,21 @@ def reproduce(
     folder: Path,
     *,
     jobs: int = 2,
+    corpus: Corpus | None = None,
     tell: Callable[[LabStep], None] = lambda step: None,
     ended: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """The chosen experiments, in the order of the report. `tell` hears of progress, `ended` of
-    each result.
+    """The chosen experiments, in the order of the report. `corpus` is the real text beside the
+    synthetic language. `tell` hears of progress, `ended` of each result.
     """
+    if corpus is not None:
+        keep_corpus(corpus, folder)
+        scale = structs.replace(scale, text=text_data(corpus))
     chosen = [one for key, one in EXPERIMENTS.items() if key in keys]
     made_of = digest(_Inputs(scale, tuple(seeds)), EXPERIMENT_CODE)
     results = []
     with mapping(jobs) as mapped:
-        lab = Lab(folder, mapped, workload_of, tell)
+        lab = Lab(folder, mapped, partial(workload_of, folder=folder), tell)
         lab.record(plan for one in chosen for plan in one.plans(scale, seeds))
         for one in chosen:
             result = structs.replace(one.run(lab, scale, seeds), made_of=made_of)
@@ -199,7 +205,7 @@ def page(
         ),
         _contents(results),
         *(_section(result, folder) for result in results),
-        _inputs(scale, seeds),
+        _inputs(scale, seeds, folder),
     ]
     return "\n".join(parts)
 
@@ -239,7 +245,7 @@ def _summary(result: Result) -> str:
     return "; ".join(parts)
 
 
-def _inputs(scale: Scale, seeds: Sequence[int]) -> str:
+def _inputs(scale: Scale, seeds: Sequence[int], folder: Path) -> str:
     """Everything that was put in, from the objects that the runs were made of."""
     task = TaskConfig(task="experiment", concurrency=scale.concurrency, model_length=1)
     groups = {
@@ -247,7 +253,7 @@ def _inputs(scale: Scale, seeds: Sequence[int]) -> str:
         "default population, calibrated to the paper": asdict(DEFAULT),
         "stress population": asdict(STRESS),
         f"language, dialect {HEADLINE}": asdict(DIALECTS[HEADLINE]),
-        "targets": {"share of the reducible loss that is left": TARGETS},
+        "real text": {"": kept_corpus(folder, scale.text).about} if scale.text else {},
         "task": {"training_timeout_s": task.training_timeout_s, "max_examples": task.max_examples},
         "fleet": {"check-ins per expected completion": SUPPLY},
         "client SGD": asdict(CLIENT),

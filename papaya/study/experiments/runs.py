@@ -9,8 +9,11 @@ server; AsyncFL with K = 100 unless said otherwise, SyncFL with 30 % over-select
 
 - dialect: the first values that were written down, before any experiment existed (`DIALECTS`); the
   experiment on sensitivity repeats the learning claims with none and with a stronger one;
+- real text: the documentation of Python's standard library, or what the user names; who has how
+  much data, and how fast devices are, is that of the population, so recordings serve both;
 - server rate: Adam's default, as in the paper; a shorter run has a proportionally larger one;
-- target: what is left of the reducible loss, which the language's entropy tells (`target_loss`);
+- target: where SyncFL at the paper's concurrency stands after three quarters of its rounds
+  (`Target`), on seeds that are never reported; so a target is as deep in training as a run allows;
 - first moment: "we use Adam's default learning rate and tune the first-moment parameter", from
   {0, 0.9}, for each regime, on seeds that are never reported;
 - a seed decides who takes part and when, the language, its dialect and everybody's data.
@@ -20,11 +23,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import product
+from pathlib import Path
 from statistics import fmean
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 from msgspec import Struct
 
 from papaya.config import AsyncFL, OptimizerConfig, SyncFL, TaskConfig
@@ -34,11 +38,11 @@ from papaya.sim.cluster import ClusterConfig
 from papaya.sim.population import DEFAULT, PopulationConfig
 from papaya.study.experiments.result import Check, number
 from papaya.study.lab import Lab
-from papaya.study.replay import EVALUATIONS, Curve, Rates
+from papaya.study.replay import EVALUATIONS, Curve, Point, Rates
 from papaya.study.run import UNBOUNDED, RecordingPlan, Run, RunResult
 from papaya.study.workloads.base import Workload
 from papaya.study.workloads.language import LanguageWorkload
-from papaya.study.workloads.lstm import Dialect, Model, paper_workload
+from papaya.study.workloads.paper import Dialect, Model, is_text, paper_workload
 
 
 class Scale(Struct, frozen=True, kw_only=True):
@@ -49,11 +53,14 @@ class Scale(Struct, frozen=True, kw_only=True):
     large_goal         its K without the advantage of small K; clients of a plain SyncFL round
     tuning_seeds       other seeds than those reported, on which rates are chosen
     rounds, versions   how far SyncFL, and AsyncFL at the largest concurrency, are recorded
-    sync_grid, async_grid   server rates that are tried, neighbours at most a factor 1.5 apart
+    sync_grid, async_grid   server rates that are tried, neighbours a constant factor apart
     table_updates      counted updates after which Table 1 is taken
     window_hours       of runs in which nothing is learnt, after the start
     fixed_hour         at which the losses of the training curves are compared
-    curve_seeds        how many seeds have training curves: those are of an LSTM, and slow
+    curve_model        the model of the training curves
+    lstm               the model of the speedup on real text, at the concurrencies that follow
+    left_out           experiments that `all` leaves out: they run only by name
+    text               the name of the real text (workloads/paper.py); none if empty
     """
 
     name: str
@@ -70,9 +77,18 @@ class Scale(Struct, frozen=True, kw_only=True):
     table_updates: int
     window_hours: float
     fixed_hour: float
-    curve_seeds: int
     sync_grid: tuple[float, ...]
     async_grid: tuple[float, ...]
+    curve_model: Model
+    lstm: Model
+    lstm_concurrencies: tuple[int, ...]
+    left_out: tuple[str, ...] = ()
+    text: str = ""
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """What learning experiments learn: the synthetic language, and real text."""
+        return (HEADLINE, self.text) if self.text else (HEADLINE,)
 
     @property
     def common_rate(self) -> float:
@@ -84,25 +100,31 @@ class Scale(Struct, frozen=True, kw_only=True):
         return math.ceil(self.table_updates / goal)
 
 
-def _grid(low: float, count: int, step: float = 1.5) -> tuple[float, ...]:
+def _grid(low: float, count: int, step: float) -> tuple[float, ...]:
     return tuple(low * step**index for index in range(count))
 
 
 ADAMS_RATE: Final = 0.001  # the default of Adam
 _FULL_ROUNDS: Final = 600
+_QUICK_ROUNDS: Final = 20
+_QUICK_RATE: Final = ADAMS_RATE * _FULL_ROUNDS / _QUICK_ROUNDS
 
 QUICK: Final = Scale(
     name="quick",
     concurrencies=(130, 1300, 2600),
     goals=(100, 1000),
-    rounds=40,
-    versions=300,
-    table_updates=40_000,
+    rounds=_QUICK_ROUNDS,
+    versions=150,
+    table_updates=20_000,
     window_hours=0.25,
-    fixed_hour=0.5,
-    curve_seeds=3,
-    sync_grid=_grid(0.0133, 9),
-    async_grid=_grid(0.002, 10),
+    fixed_hour=0.35,
+    # Powers of two of the common rate. AsyncFL makes ten steps where SyncFL makes one.
+    sync_grid=_grid(_QUICK_RATE / 2, 6, 2.0),
+    async_grid=_grid(_QUICK_RATE / 16, 7, 2.0),
+    curve_model="embedding",
+    lstm="small-lstm",
+    lstm_concurrencies=(1300,),
+    left_out=("lstm-speedup",),
 )
 
 FULL: Final = Scale(
@@ -114,18 +136,17 @@ FULL: Final = Scale(
     table_updates=1_000_000,
     window_hours=2.0,
     fixed_hour=10.0,
-    curve_seeds=5,
-    sync_grid=_grid(0.005, 11),
-    async_grid=_grid(0.0007, 12),
+    sync_grid=_grid(0.005, 11, 1.5),
+    async_grid=_grid(0.0007, 12, 1.5),
+    curve_model="lstm",
+    lstm="lstm",
+    lstm_concurrencies=(130, 1300, 2600),
 )
 
 SCALES: Final = {scale.name: scale for scale in (QUICK, FULL)}
 OVER_SELECTION: Final = 0.3
-HEADLINE: Final = "weak"  # the dialect of all experiments but the one on sensitivity
-EARLY, DEEP = TARGETS = 0.5, 0.1
-"""Targets: the share of the reducible loss that is left. The first is met in the transient of the
-start; the second is deep in training.
-"""
+HEADLINE: Final[Dialect] = "weak"  # of all experiments but the one on sensitivity
+_DEPTH: Final = 0.75  # of the rounds of SyncFL, after which its loss is the target
 
 
 SUPPLY: Final = 3.0  # a fleet this large has more than enough devices for a round to start
@@ -161,30 +182,34 @@ def learning(
     rates: Rates,
     *,
     model: Model = "embedding",
-    dialect: Dialect = HEADLINE,
+    data: str = HEADLINE,
     language: int | None = None,
     updates: int = UNBOUNDED,
-    target: float | None = None,
     evaluations: int = EVALUATIONS,
 ) -> Run:
-    """Learn until `target` (a loss) is reached and kept, from at most `updates`. `language` is the
-    seed of the language and of everybody's data, the plan's own unless given.
+    """Learn along the whole recording, or from at most `updates`: so that experiments share runs,
+    targets are looked for in the curve. `language` is the seed of the language and of everybody's
+    data, the plan's own unless given.
     """
     return Run(
         recording_plan=plan,
         workload=model,
-        data=f"{dialect}/{plan.seed if language is None else language}",
+        data=f"{data}/{plan.seed if language is None else language}",
         rates=rates,
         updates=updates,
-        target=target,
         evaluations=evaluations,
     )
 
 
-def workload_of(run: Run) -> Workload:
-    dialect, _, language = run.data.partition("/")
+def workload_of(run: Run, *, folder: Path | None = None) -> Workload:
+    """`folder` is where corpora of real text are kept."""
+    data, _, language = run.data.partition("/")
     population = run.recording_plan.cluster.population
-    return paper_workload(run.workload, population, dialect, int(language))
+    return paper_workload(run.workload, population, data, int(language), folder)
+
+
+def name_of(data: str) -> str:
+    return "real text" if is_text(data) else "synthetic language"
 
 
 def _cluster(
@@ -258,37 +283,36 @@ def plain_plan(scale: Scale, seed: int) -> RecordingPlan:
     return until_versions(SyncFL(0.0), scale.large_goal, seed, rounds)
 
 
-@cache
 def target_loss(
-    plan: RecordingPlan, remaining: float, dialect: Dialect = HEADLINE, language: int | None = None
+    lab: Lab, plan: RecordingPlan, share: float, data: str = HEADLINE, language: int | None = None
 ) -> float:
     """The loss at which this share of the reducible loss remains: that between version 0 and the
-    entropy of what all devices hold.
+    entropy of what all devices hold, given one word (of real text: one character) of context. The
+    same for all models.
     """
-    seed = plan.seed if language is None else language
-    workload = paper_workload("embedding", plan.cluster.population, dialect, seed)
+    workload = lab.workload(learning(plan, rates(ADAMS_RATE), data=data, language=language))
     if not isinstance(workload, LanguageWorkload):
         raise InvariantError(f"{workload.name} has no known entropy")
     first = workload.evaluate(workload.initial(plan.seed)).all
-    return workload.floor + remaining * (first - workload.floor)
+    return workload.floor + share * (first - workload.floor)
+
+
+def share_left(lab: Lab, outcome: RunResult, loss: float, data: str = HEADLINE) -> float:
+    """What is left of the reducible loss at this loss of a run."""
+    plan = outcome.run.recording_plan
+    floor, first = target_loss(lab, plan, 0.0, data), target_loss(lab, plan, 1.0, data)
+    return (loss - floor) / (first - floor)
 
 
 def reached(
-    lab: Lab, remaining: float, plans: Sequence[RecordingPlan], chosen: Rates
+    lab: Lab, share: float, plans: Sequence[RecordingPlan], chosen: Rates, data: str = HEADLINE
 ) -> list[Reached]:
-    """For each plan, when its run with these rates reached the target. All runs go on to the
-    deepest of `TARGETS`, so that they are shared.
-    """
-    outcomes = lab.learn(runs_to_target(plans, chosen))
+    """For each plan, when its run with these rates reached the target."""
+    outcomes = lab.learn([learning(plan, chosen, data=data) for plan in plans])
     return [
-        met(outcome.curve, target_loss(plan, remaining))
+        met(outcome.curve, target_loss(lab, plan, share, data))
         for outcome, plan in zip(outcomes, plans, strict=True)
     ]
-
-
-def runs_to_target(plans: Sequence[RecordingPlan], chosen: Rates) -> list[Run]:
-    """Runs that end when they have reached the deepest of `TARGETS`."""
-    return [learning(plan, chosen, target=target_loss(plan, min(TARGETS))) for plan in plans]
 
 
 def met(curve: Curve, loss: float) -> Reached:
@@ -308,12 +332,18 @@ def met(curve: Curve, loss: float) -> Reached:
     )
 
 
+def after_updates(curve: Curve, updates: float) -> Point:
+    """The first judged version that holds so many updates, or the last."""
+    return next((point for point in curve.points if point.updates >= updates), curve.points[-1])
+
+
 def versions_per_hour(lab: Lab, plan: RecordingPlan) -> float:
-    """Server updates, after the first tenth, in which the fleet starts."""
+    """Server updates, after the start: when the timeout is over, the first clients have ended."""
     [recording] = lab.record([plan])
-    created_s = recording.trace.created_s
-    skipped = len(created_s) // 10
-    return float(3600 * (len(created_s) - 1 - skipped) / (created_s[-1] - created_s[skipped]))
+    created_s, versions = recording.trace.created_s, recording.trace.versions
+    started = int(np.searchsorted(created_s, plan.task.training_timeout_s))
+    skipped = min(started, versions // 2)
+    return float(3600 * (versions - skipped) / (created_s[-1] - created_s[skipped]))
 
 
 def perplexity(loss: float) -> float:
@@ -353,42 +383,82 @@ def regime_plan(scale: Scale, regime: RegimeName, seed: int) -> RecordingPlan:
     return make(scale, scale.concurrency, seed)
 
 
-def papers_rates(lab: Lab, scale: Scale, regime: RegimeName, client: ClientSGD = CLIENT) -> Rates:
-    """Adam's rate, with the first moment that needs the fewest hours to the deepest target."""
+class Target(NamedTuple):
+    """The share of the reducible loss at which a run has reached the target: that which SyncFL at
+    the paper's concurrency leaves after three quarters of its rounds, on the tuning seeds, with
+    the best rates of a grid. AsyncFL has no say in it.
+    """
+
+    share: float
+    sync: Rates
+
+
+def target_of(lab: Lab, scale: Scale, grid: Sequence[float], data: str = HEADLINE) -> Target:
+    """With a grid of one rate, the target of the paper's protocol."""
+    plans = [regime_plan(scale, "SyncFL", seed) for seed in tuning_seeds(scale)]
+    updates = _DEPTH * scale.rounds * plans[0].task.aggregation_goal
+    best = tuned_for_loss(lab, plans, grid, updates, data).rates
+    outcomes = lab.learn([learning(plan, best, data=data) for plan in plans])
+    shares = [
+        share_left(lab, outcome, after_updates(outcome.curve, updates).quality.all, data)
+        for outcome in outcomes
+    ]
+    return Target(fmean(shares), best)
+
+
+def papers_target(lab: Lab, scale: Scale, data: str = HEADLINE) -> float:
+    return target_of(lab, scale, (scale.common_rate,), data).share
+
+
+def papers_rates(
+    lab: Lab, scale: Scale, regime: RegimeName, data: str = HEADLINE, client: ClientSGD = CLIENT
+) -> Rates:
+    """Adam's rate, with the first moment that needs the fewest hours to the target."""
     plans = [regime_plan(scale, regime, seed) for seed in tuning_seeds(scale)]
-    moment = tuned_for_time(lab, plans, (scale.common_rate,)).rates.optimizer.beta1
-    return rates(scale.common_rate, moment, client)
+    grid = (scale.common_rate,)
+    tuned = tuned_for_time(lab, plans, grid, papers_target(lab, scale, data), data)
+    return rates(scale.common_rate, tuned.rates.optimizer.beta1, client)
 
 
-def tuned_for_time(lab: Lab, plans: Sequence[RecordingPlan], grid: Sequence[float]) -> Tuned:
-    """The fewest hours to the deepest target."""
-    runs = [run for chosen in _candidates(grid) for run in runs_to_target(plans, chosen)]
-    return _best(lab, runs, grid, _hours)
+def tuned_for_time(
+    lab: Lab,
+    plans: Sequence[RecordingPlan],
+    grid: Sequence[float],
+    share: float,
+    data: str = HEADLINE,
+) -> Tuned:
+    """The fewest hours until this share of the reducible loss is left."""
+
+    def hours(outcome: RunResult) -> float:
+        """Of a run that does not get there, more, and the more the higher its loss."""
+        loss = target_loss(lab, outcome.run.recording_plan, share, data)
+        found = met(outcome.curve, loss).hours
+        return found if math.isfinite(found) else NEVER_H + outcome.end.all
+
+    return best_of(lab, [learning(p, r, data=data) for r in candidates(grid) for p in plans], hours)
 
 
 def tuned_for_loss(
-    lab: Lab, plans: Sequence[RecordingPlan], grid: Sequence[float], updates: int
+    lab: Lab,
+    plans: Sequence[RecordingPlan],
+    grid: Sequence[float],
+    updates: float,
+    data: str = HEADLINE,
 ) -> Tuned:
-    """The lowest loss for all clients after so many updates, which is what is reported too."""
-    runs = [
-        learning(plan, chosen, updates=updates) for chosen in _candidates(grid) for plan in plans
-    ]
-    return _best(lab, runs, grid, lambda outcome: outcome.end.all)
+    """The lowest loss for all clients after so many updates."""
+
+    def loss(outcome: RunResult) -> float:
+        return after_updates(outcome.curve, updates).quality.all
+
+    return best_of(lab, [learning(p, r, data=data) for r in candidates(grid) for p in plans], loss)
 
 
-def _candidates(grid: Sequence[float]) -> list[Rates]:
-    return [rates(rate, beta1) for beta1, rate in product(MOMENTS, grid)]
+def candidates(grid: Sequence[float], client: ClientSGD = CLIENT) -> list[Rates]:
+    """Every rate with every first moment."""
+    return [rates(rate, beta1, client) for beta1, rate in product(MOMENTS, grid)]
 
 
-def _hours(outcome: RunResult) -> float:
-    """To the target; of a run that does not reach it, more, and the more the higher its loss."""
-    hours = met(outcome.curve, outcome.run.target or 0.0).hours
-    return hours if math.isfinite(hours) else NEVER_H + outcome.end.all
-
-
-def _best(
-    lab: Lab, runs: Sequence[Run], grid: Sequence[float], score: Callable[[RunResult], float]
-) -> Tuned:
+def best_of(lab: Lab, runs: Sequence[Run], score: Callable[[RunResult], float]) -> Tuned:
     """The rates with the lowest mean score."""
     scores: dict[Rates, list[float]] = {}
     for outcome in lab.learn(runs):
@@ -396,5 +466,6 @@ def _best(
         scores.setdefault(outcome.run.rates, []).append(score(outcome) if is_whole else math.inf)
     means = {chosen: fmean(found) for chosen, found in scores.items()}
     best = min(means, key=lambda chosen: means[chosen])
+    grid = sorted(chosen.optimizer.rate or 0.0 for chosen in means)
     is_on_edge = best.optimizer.rate in (grid[0], grid[-1])
     return Tuned(best, means[best], is_on_edge or means[best] >= NEVER_H)

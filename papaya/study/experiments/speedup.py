@@ -7,32 +7,34 @@ to 8x".
 Two protocols side by side, because the server's rate decides the outcome. *The paper's*: Adam's
 rate for everything, and a first moment for each regime. It answers: what does AsyncFL gain if
 nobody tunes? *Tuned*: rate and first moment for each regime and concurrency. It answers: what does
-AsyncFL gain over the best SyncFL? Tuning uses other seeds than those reported.
+AsyncFL gain over the best SyncFL? Tuning uses other seeds than those reported. Each protocol has a
+target of its own, by one rule (`runs.Target`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import fmean, geometric_mean
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from papaya.study.experiments import charts
-from papaya.study.experiments.result import PaperClaim, Result, number, ratios
+from papaya.study.experiments.result import Check, Finding, PaperClaim, Result, number, ratios
 from papaya.study.experiments.runs import (
-    TARGETS,
     Reached,
     RegimeName,
     Scale,
     Tuned,
     async_plan,
     learning,
+    name_of,
     papers_rates,
+    papers_target,
     reached,
-    regime_plan,
-    runs_to_target,
+    share_left,
     sync_plan,
-    target_loss,
+    target_of,
     tuned_for_time,
     tuning_seeds,
 )
@@ -41,7 +43,8 @@ from papaya.study.replay import Rates
 from papaya.study.run import RecordingPlan
 
 KEY = "speedup"
-_ROUNDS_OF_A_TRANSIENT = 50
+_ROUNDS_OF_A_TRANSIENT: Final = 50
+_SHARES: Final = (0.7, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05)
 
 
 def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
@@ -73,109 +76,116 @@ class Pair(NamedTuple):
 
 
 class Protocol(NamedTuple):
-    """How rates are chosen."""
+    """How rates are chosen: for each regime and concurrency. `share`: its target."""
 
     name: str
-    sync: dict[int, Rates]
-    asynchronous: dict[int, Rates]
+    share: float
+    rates: dict[tuple[RegimeName, int], Rates]
     tuned: dict[str, Tuned]
 
 
 class SpeedupCase(NamedTuple):
-    """One protocol and one of `TARGETS`."""
+    """One text and one protocol, with its target."""
 
+    data: str
     protocol: str
-    remaining: float
+    share: float
 
     def __str__(self) -> str:
-        return f"{self.protocol}, to {self.remaining:.0%} of the reducible loss"
+        return f"{name_of(self.data)}, {self.protocol}"
 
 
 Measured = dict[SpeedupCase, list[Pair]]
+PAPERS, TUNED = "one rate", "tuned rates"
+_MAKERS: Final[dict[RegimeName, Callable[[Scale, int, int], RecordingPlan]]] = {
+    "SyncFL": sync_plan,
+    "AsyncFL": async_plan,
+}
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
-    protocols = [_papers(lab, scale), _tuned(lab, scale)]
-    measured = {
-        SpeedupCase(protocol.name, remaining): _measure(lab, scale, seeds, protocol, remaining)
-        for protocol in protocols
-        for remaining in TARGETS
-    }
+    measured: Measured = {}
+    by_share: dict[SpeedupCase, list[tuple[float, tuple[float, ...]]]] = {}
+    checks: list[Check] = []
+    notes = [_MEANING]
+    for data in scale.data:
+        for protocol in (_papers(lab, scale, data), _tuned(lab, scale, data)):
+            case = SpeedupCase(data, protocol.name, protocol.share)
+            measure = partial(_measure, lab, scale, seeds, data, protocol)
+            measured[case] = [measure(protocol.share, c) for c in scale.concurrencies]
+            at = scale.concurrency
+            by_share[case] = [(100 * share, measure(share, at).speedup) for share in _SHARES]
+            checks += [t.check(f"{case}, {name}") for name, t in protocol.tuned.items()]
+            notes += [
+                _chosen(case, protocol),
+                _ends(lab, scale, seeds, data, protocol),
+            ]
     return Result(
         key=KEY,
         title="Speedup and trips of AsyncFL over SyncFL",
         paper="Figure 9: hours to a target loss, speedup, communication trips",
         claims=tuple(claim for case, pairs in measured.items() for claim in claims(case, pairs)),
-        checks=tuple(
-            t.check(f"{p.name}, {name}") for p in protocols for name, t in p.tuned.items()
-        ),
-        plots=_draw(lab, measured),
-        notes=(
-            _MEANING,
-            *map(_chosen, protocols),
-            *_identity(measured),
-            _PARADOX,
-            *(_asymptotes(lab, scale, seeds, protocol) for protocol in protocols),
-            *unmet(measured),
-            *_transients(measured),
-        ),
+        checks=tuple(checks),
+        findings=tuple(found for case, pairs in measured.items() for found in _hours(case, pairs)),
+        plots=_draw(lab, scale, measured, by_share),
+        notes=(*notes, *_identity(measured), _PARADOX, *unmet(measured), *_transients(measured)),
     )
 
 
 _MEANING = (
-    "The paper's protocol says what AsyncFL gains with one rate for everything: small K makes more "
-    "steps per hour, and a step is as large whatever the cohort. The tuned protocol says what is "
-    "left of it when SyncFL may take larger steps with larger cohorts."
+    f"“{PAPERS}” is the paper's protocol: it says what AsyncFL gains if nobody tunes. Small K "
+    "makes more steps per hour, and a step is as large whatever the cohort. "
+    f"“{TUNED}” says what is left of it when rate and first moment are tuned for each regime and "
+    "concurrency, so that SyncFL may take larger steps with larger cohorts."
 )
 _PARADOX = (
     "speedup = trips gain x throughput ratio holds for every run, by definition. So the paper's "
     "5x, 8x and 30x more server updates cannot all be of the same two runs."
 )
-PAPERS, TUNED = "the paper's protocol", "tuned per regime and concurrency"
 
 
-def _papers(lab: Lab, scale: Scale) -> Protocol:
-    sync, asynchronous = papers_rates(lab, scale, "SyncFL"), papers_rates(lab, scale, "AsyncFL")
-    return Protocol(
-        PAPERS,
-        dict.fromkeys(scale.concurrencies, sync),
-        dict.fromkeys(scale.concurrencies, asynchronous),
-        {},
-    )
+def _papers(lab: Lab, scale: Scale, data: str) -> Protocol:
+    chosen = {regime: papers_rates(lab, scale, regime, data) for regime in _MAKERS}
+    every = {(regime, c): chosen[regime] for regime in _MAKERS for c in scale.concurrencies}
+    return Protocol(PAPERS, papers_target(lab, scale, data), every, {})
 
 
-def _tuned(lab: Lab, scale: Scale) -> Protocol:
-    tuned: dict[tuple[str, int], Tuned] = {}
-    for concurrency in scale.concurrencies:
-        for regime, make, grid in (
-            ("SyncFL", sync_plan, scale.sync_grid),
-            ("AsyncFL", async_plan, scale.async_grid),
-        ):
-            plans = [make(scale, concurrency, seed) for seed in tuning_seeds(scale)]
-            tuned[regime, concurrency] = tuned_for_time(lab, plans, grid)
+def _tuned(lab: Lab, scale: Scale, data: str) -> Protocol:
+    share = target_of(lab, scale, scale.sync_grid, data).share
+    grids = {"SyncFL": scale.sync_grid, "AsyncFL": scale.async_grid}
+    tuned: dict[tuple[RegimeName, int], Tuned] = {}
+    for regime, make in _MAKERS.items():
+        for c in scale.concurrencies:
+            plans = [make(scale, c, seed) for seed in tuning_seeds(scale)]
+            tuned[regime, c] = tuned_for_time(lab, plans, grids[regime], share, data)
     return Protocol(
         TUNED,
-        {c: tuned["SyncFL", c].rates for c in scale.concurrencies},
-        {c: tuned["AsyncFL", c].rates for c in scale.concurrencies},
+        share,
+        {place: found.rates for place, found in tuned.items()},
         {f"{regime} at {c}": found for (regime, c), found in tuned.items()},
     )
 
 
 def _measure(
-    lab: Lab, scale: Scale, seeds: Sequence[int], protocol: Protocol, remaining: float
-) -> list[Pair]:
-    sides = {
-        c: (
-            ([sync_plan(scale, c, seed) for seed in seeds], protocol.sync[c]),
-            ([async_plan(scale, c, seed) for seed in seeds], protocol.asynchronous[c]),
+    lab: Lab,
+    scale: Scale,
+    seeds: Sequence[int],
+    data: str,
+    protocol: Protocol,
+    share: float,
+    concurrency: int,
+) -> Pair:
+    sides = [
+        reached(
+            lab,
+            share,
+            [make(scale, concurrency, seed) for seed in seeds],
+            protocol.rates[regime, concurrency],
+            data,
         )
-        for c in scale.concurrencies
-    }
-    lab.learn(run for pair in sides.values() for side in pair for run in runs_to_target(*side))
-    return [
-        Pair(c, reached(lab, remaining, *sync), reached(lab, remaining, *side))
-        for c, (sync, side) in sides.items()
+        for regime, make in _MAKERS.items()
     ]
+    return Pair(concurrency, *sides)
 
 
 def claims(case: SpeedupCase, pairs: list[Pair]) -> list[PaperClaim]:
@@ -208,16 +218,26 @@ def claims(case: SpeedupCase, pairs: list[Pair]) -> list[PaperClaim]:
     return found
 
 
-def _chosen(protocol: Protocol) -> str:
-    def listed(chosen: dict[int, Rates]) -> str:
-        return ", ".join(
-            f"{number(found.optimizer.rate or 0.0)} (first moment {found.optimizer.beta1:g}) at {c}"
-            for c, found in chosen.items()
+def _hours(case: SpeedupCase, pairs: list[Pair]) -> list[Finding]:
+    return [
+        Finding(
+            name=f"{case}: C = {pair.concurrency}, {regime} to the target",
+            values=tuple(run.hours for run in side),
+            unit="h",
         )
+        for pair in pairs
+        for regime, side in (("SyncFL", pair.sync), ("AsyncFL", pair.asynchronous))
+    ]
 
+
+def _chosen(case: SpeedupCase, protocol: Protocol) -> str:
+    listed = ", ".join(
+        f"{regime} at {c} {number(found.optimizer.rate or 0.0)} ({found.optimizer.beta1:g})"
+        for (regime, c), found in protocol.rates.items()
+    )
     return (
-        f"{protocol.name}: server rates of SyncFL: {listed(protocol.sync)}; of AsyncFL: "
-        f"{listed(protocol.asynchronous)}"
+        f"{case}: the target is {case.share:.1%} of the reducible loss left; server rates (first "
+        f"moments): {listed}"
     )
 
 
@@ -239,25 +259,18 @@ def _typical(values: Sequence[float]) -> str:
     return number(geometric_mean(values) if is_usable else math.nan)
 
 
-def _asymptotes(lab: Lab, scale: Scale, seeds: Sequence[int], protocol: Protocol) -> str:
+def _ends(lab: Lab, scale: Scale, seeds: Sequence[int], data: str, protocol: Protocol) -> str:
     """Where the recorded runs end."""
     ends = []
-    sides: tuple[tuple[RegimeName, Rates], ...] = (
-        ("SyncFL", protocol.sync[scale.concurrency]),
-        ("AsyncFL", protocol.asynchronous[scale.concurrency]),
-    )
-    for regime, chosen in sides:
-        plans = [regime_plan(scale, regime, seed) for seed in seeds]
-        outcomes = lab.learn([learning(plan, chosen) for plan in plans])
-        left = fmean(
-            (outcome.end.all - target_loss(plan, 0.0))
-            / (target_loss(plan, 1.0) - target_loss(plan, 0.0))
-            for outcome, plan in zip(outcomes, plans, strict=True)
-        )
-        ends.append(f"{regime} {left:.1%}")
+    for regime, make in _MAKERS.items():
+        for c in scale.concurrencies:
+            plans = [make(scale, c, seed) for seed in seeds]
+            runs = [learning(plan, protocol.rates[regime, c], data=data) for plan in plans]
+            left = fmean(share_left(lab, one, one.end.all, data) for one in lab.learn(runs))
+            ends.append(f"{regime} at {c} {left:.1%}")
     return (
-        f"{protocol.name}: what is left of the reducible loss where the recorded runs end, "
-        f"C = {scale.concurrency}: {', '.join(ends)}"
+        f"{name_of(data)}, {protocol.name}: what is left of the reducible loss where the recorded "
+        f"runs end: {', '.join(ends)}"
     )
 
 
@@ -290,27 +303,49 @@ def _transients(measured: Measured) -> list[str]:
     return [text]
 
 
-def _draw(lab: Lab, measured: Measured) -> tuple[str, ...]:
-    speedup = {str(case): [(p.concurrency, p.speedup) for p in p_] for case, p_ in measured.items()}
-    trips = {
-        str(case): [(p.concurrency, p.trips_gain) for p in p_] for case, p_ in measured.items()
-    }
-    concurrencies = [pair.concurrency for pair in next(iter(measured.values()))]
-    ends = (concurrencies[0], concurrencies[-1])
+def _draw(
+    lab: Lab,
+    scale: Scale,
+    measured: Measured,
+    by_share: dict[SpeedupCase, list[tuple[float, tuple[float, ...]]]],
+) -> tuple[str, ...]:
+    ends = (scale.concurrencies[0], scale.concurrencies[-1])
+
+    def lines(values: Callable[[Pair], Sequence[float]]) -> charts.Lines:
+        return {str(case): [(p.concurrency, values(p)) for p in m] for case, m in measured.items()}
+
     panels = [
         charts.Panel(
-            "Speedup of AsyncFL over SyncFL",
-            "hours of SyncFL ÷ AsyncFL",
-            speedup,
+            "Speedup",
+            "hours of SyncFL ÷ hours of AsyncFL",
+            lines(lambda pair: pair.speedup),
             log=True,
+            even=1.0,
             paper=tuple(zip(ends, (2.0, 5.0), strict=True)),
         ),
         charts.Panel(
             "Fewer communication trips",
-            "trips of SyncFL ÷ AsyncFL",
-            trips,
+            "trips of SyncFL ÷ trips of AsyncFL",
+            lines(lambda pair: pair.trips_gain),
             log=True,
+            even=1.0,
             paper=tuple(zip(ends, (2.0, 8.0), strict=True)),
         ),
     ]
-    return (charts.by_concurrency(lab.folder, KEY, panels),)
+    by_target = charts.Panel(
+        f"Speedup by target, C = {scale.concurrency}",
+        "hours of SyncFL ÷ hours of AsyncFL",
+        {str(case): found for case, found in by_share.items()},
+        log=True,
+        even=1.0,
+    )
+    return (
+        charts.by_concurrency(lab.folder, KEY, panels),
+        charts.lines(
+            lab.folder,
+            f"{KEY}-targets",
+            "target: reducible loss that is left (%)",
+            [by_target],
+            falling=True,
+        ),
+    )

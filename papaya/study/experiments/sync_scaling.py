@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Finding, PaperClaim, Result, changes
 from papaya.study.experiments.runs import (
-    EARLY,
     ONE_RATE,
+    Reached,
     Scale,
+    name_of,
     papers_rates,
+    papers_target,
     reached,
     regime_plan,
     sync_plan,
@@ -33,50 +35,51 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
-    chosen = papers_rates(lab, scale, "SyncFL")
-    found = {
-        c: reached(lab, EARLY, [sync_plan(scale, c, seed) for seed in seeds], chosen)
-        for c in scale.concurrencies
-    }
-    hours = {c: [run.hours for run in runs] for c, runs in found.items()}
-    trips = {c: [run.trips for run in runs] for c, runs in found.items()}
+    found = {name_of(data): _measure(lab, scale, seeds, data) for data in scale.data}
+    hours = {name: {c: [r.hours for r in at] for c, at in by.items()} for name, by in found.items()}
+    trips = {name: {c: [r.trips for r in at] for c, at in by.items()} for name, by in found.items()}
     low, high = scale.concurrencies[-2:]
     first = scale.concurrencies[0]
+
+    def claim(name: str, what: str, papers: float, values: dict[int, list[float]]) -> PaperClaim:
+        return PaperClaim(
+            statement=f"{name}: from {low} to {high} clients, {what}",
+            paper=f"{papers:+g} %",
+            expected=papers,
+            values=changes(values[high], values[low]),
+            unit="%",
+        )
+
+    def finding(name: str, what: str, values: dict[int, list[float]]) -> Finding:
+        found = changes(values[high], values[first])
+        return Finding(name=f"{name}: {what}, {first} to {high}", values=found, unit="%")
+
     panels = [
-        charts.Panel("Hours to the target", "hours", {"SyncFL": list(hours.items())}),
-        charts.Panel("Trips to the target", "client updates", {"SyncFL": list(trips.items())}),
+        charts.Panel(
+            "Time to the target", "hours", {n: list(by.items()) for n, by in hours.items()}
+        ),
+        charts.Panel(
+            "Trips to the target",
+            "client updates",
+            {n: list(by.items()) for n, by in trips.items()},
+        ),
     ]
     return Result(
         key=KEY,
         title="SyncFL at growing concurrency",
         paper="Figure 3: training time and trips of SyncFL, concurrency 130 to 2600",
-        claims=(
-            PaperClaim(
-                statement=f"from {low} to {high} clients, training time falls",
-                paper="-17 %",
-                expected=-17.0,
-                values=changes(hours[high], hours[low]),
-                unit="%",
-            ),
-            PaperClaim(
-                statement=f"from {low} to {high} clients, communication trips grow",
-                paper="+73 %",
-                expected=73.0,
-                values=changes(trips[high], trips[low]),
-                unit="%",
-            ),
+        claims=tuple(
+            one
+            for name in found
+            for one in (
+                claim(name, "training time falls", -17.0, hours[name]),
+                claim(name, "communication trips grow", 73.0, trips[name]),
+            )
         ),
-        findings=(
-            Finding(
-                name=f"time, {first} to {high}",
-                values=changes(hours[high], hours[first]),
-                unit="%",
-            ),
-            Finding(
-                name=f"trips, {first} to {high}",
-                values=changes(trips[high], trips[first]),
-                unit="%",
-            ),
+        findings=tuple(
+            one
+            for name in found
+            for one in (finding(name, "time", hours[name]), finding(name, "trips", trips[name]))
         ),
         plots=(charts.by_concurrency(lab.folder, KEY, panels),),
         notes=(
@@ -87,3 +90,11 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
             ),
         ),
     )
+
+
+def _measure(lab: Lab, scale: Scale, seeds: Sequence[int], data: str) -> dict[int, list[Reached]]:
+    chosen, share = papers_rates(lab, scale, "SyncFL", data), papers_target(lab, scale, data)
+    return {
+        c: reached(lab, share, [sync_plan(scale, c, seed) for seed in seeds], chosen, data)
+        for c in scale.concurrencies
+    }

@@ -91,27 +91,63 @@ def embedding(
     following: Any, rate: Any, epochs: Any, batch_size: Any, updates: Any,
 ) -> None:  # fmt: skip
     size = following.shape[1]
+    inputs, outputs, steps, back, odds = _space(size, batch_size)
+    words, targets = np.empty(examples.max(), np.int64), np.empty(examples.max(), np.int64)
+    for client in range(start.size):
+        model, count = models[start[client]], examples[client]
+        for e in range(count):
+            words[e], targets[e] = _draw(hashes[client], coins[client], e, contexts, following)
+        _unpack(model, inputs, outputs)
+        _fit(
+            inputs, outputs, words[:count], targets[:count], rate, epochs, batch_size,
+            steps, back, odds,
+        )  # fmt: skip
+        _write_update(model, inputs, outputs, updates[client])
+
+
+@compile_loop(fastmath=_REORDERED)
+def embedding_of_pairs(
+    models: Any, start: Any, words: Any, targets: Any, offsets: Any, rate: Any, epochs: Any,
+    batch_size: Any, updates: Any,
+) -> None:  # fmt: skip
+    """Client i has the pairs offsets[i] to offsets[i + 1] of (words, targets)."""
+    size = models.shape[1] // (2 * _WIDTH + 1)
+    inputs, outputs, steps, back, odds = _space(size, batch_size)
+    for client in range(start.size):
+        model, first, last = models[start[client]], offsets[client], offsets[client + 1]
+        _unpack(model, inputs, outputs)
+        _fit(
+            inputs, outputs, words[first:last], targets[first:last], rate, epochs, batch_size,
+            steps, back, odds,
+        )  # fmt: skip
+        _write_update(model, inputs, outputs, updates[client])
+
+
+@compile_loop(inline="always")
+def _space(size: Any, batch_size: Any) -> Any:
+    """What the training of one client needs: inputs, outputs, steps, back, odds."""
     inputs = np.empty((size, _WIDTH), np.float32)
     outputs = np.empty((_WIDTH + 1, size), np.float32)  # transposed: rows of logits; the bias last
     steps = np.empty((_WIDTH + 1, size), np.float32)
     back = np.empty((batch_size, _WIDTH), np.float32)
-    words = np.empty(batch_size, np.int64)
-    odds = np.empty(size, np.float32)
-    for client in range(start.size):
-        model, count = models[start[client]], examples[client]
-        _unpack(model, inputs, outputs)
-        for _ in range(epochs):
-            for first in range(0, count, batch_size):
-                batch = min(batch_size, count - first)
-                scale = rate / np.float32(batch)
-                steps[:] = 0
-                for e in range(batch):
-                    words[e], target = _draw(
-                        hashes[client], coins[client], first + e, contexts, following
-                    )
-                    _look_back(inputs[words[e]], outputs, target, scale, odds, steps, back[e])
-                _descend(inputs, outputs, words[:batch], back, steps)
-        _write_update(model, inputs, outputs, updates[client])
+    return inputs, outputs, steps, back, np.empty(size, np.float32)
+
+
+@compile_loop(inline="always")
+def _fit(
+    inputs: Any, outputs: Any, words: Any, targets: Any, rate: Any, epochs: Any, batch_size: Any,
+    steps: Any, back: Any, odds: Any,
+) -> None:  # fmt: skip
+    for _ in range(epochs):
+        for first in range(0, words.size, batch_size):
+            last = min(first + batch_size, words.size)
+            scale = rate / np.float32(last - first)
+            steps[:] = 0
+            for e in range(first, last):
+                _look_back(
+                    inputs[words[e]], outputs, targets[e], scale, odds, steps, back[e - first]
+                )
+            _descend(inputs, outputs, words[first:last], back, steps)
 
 
 @compile_loop(inline="always")

@@ -193,7 +193,7 @@ class LanguageWorkload(ABC):
         self.language = Language() if language is None else language
         self.judge = Judge(self.language, population)
         self._state = np.uint64(self.language.state(seed))
-        self._loop = _compiled(self.name) if kernel == "fastest" else None
+        self._loop = compiled_loop(self.name) if kernel == "fastest" else None
 
     @property
     def floor(self) -> float:
@@ -241,10 +241,7 @@ class LanguageWorkload(ABC):
 
     def evaluate(self, parameters: Vector) -> Quality:
         """Exactly, over the whole population."""
-        logits = self.logits(parameters.astype(np.float64))
-        top = logits.max(axis=1, keepdims=True)
-        log_odds = logits - top - np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
-        return self.judge.quality(log_odds)
+        return self.judge.quality(log_odds_of(self.logits(parameters.astype(np.float64))))
 
     def hashes(self, device: Ints) -> HashWords:
         """From which the data of these devices are drawn."""
@@ -274,6 +271,13 @@ class LanguageWorkload(ABC):
         return trained
 
 
+def log_odds_of(logits: Floats) -> Floats:
+    """Of every word (column) to follow every word (row)."""
+    top = logits.max(axis=1, keepdims=True)
+    found: Floats = logits - top - np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
+    return found
+
+
 def error(logits: Matrix, following: Ints, rate: float) -> Matrix:
     """The gradient of the mean loss by the logits, times the rate."""
     odds = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -288,7 +292,7 @@ def _bits(words: HashWords, shift: int) -> Ints:
 
 
 @cache
-def _compiled(name: str) -> Callable[..., None] | None:
+def compiled_loop(name: str) -> Callable[..., None] | None:
     """None without numba. The first call compiles, or finds it compiled in numba's cache."""
     try:
         from papaya.study.workloads import compiled_language
@@ -297,6 +301,7 @@ def _compiled(name: str) -> Callable[..., None] | None:
     loops: dict[str, Callable[..., None]] = {
         "embedding": compiled_language.embedding,
         "bigram": compiled_language.bigram,
+        "embedding_of_pairs": compiled_language.embedding_of_pairs,
     }
     return loops[name]
 

@@ -7,42 +7,23 @@ language gives a device of its volume. Sequences are a function of (seed, device
 The loss of an LSTM depends on the whole walk, so it is not a finite sum over pairs of words. It is
 judged on two fixed sets of walks, in the common language and in the dialect, weighted by the exact
 shares of dialect in the population.
-
-`paper_workload` makes the models of `papaya reproduce`: this LSTM for the training curves, and the
-smaller EmbeddingWorkload for everything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
-from typing import Final, Literal, Protocol
+from functools import cached_property
+from typing import Final, Protocol
 
 import numpy as np
-from msgspec import structs
 
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.sim.draws import Floats, HashWords, Ints, counters, splitmix64, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig
-from papaya.study.workloads.base import Clients, Matrix, Quality, Workload
-from papaya.study.workloads.language import (
-    GRAIN,
-    EmbeddingWorkload,
-    Judge,
-    Language,
-    LanguageConfig,
-)
+from papaya.study.workloads.base import Clients, Matrix, Quality
+from papaya.study.workloads.language import GRAIN, Judge, Language, LanguageConfig
 from papaya.study.workloads.lstm_trainers import LstmSizes, LstmTrainer, Tokens, fastest
-
-Model = Literal["embedding", "lstm"]
-Dialect = Literal["none", "weak", "strong"]
-DIALECTS: Final[dict[str, LanguageConfig]] = {
-    "none": LanguageConfig(conflict=0.0),
-    "weak": LanguageConfig(),
-    "strong": LanguageConfig(conflict=0.4, dialect_volume=150.0, dialect_width=0.2),
-}
-_LSTM: Final = LstmSizes()
 
 _LossesOf = Callable[[Tokens], Floats]
 """The mean loss of each sequence."""
@@ -152,13 +133,3 @@ class Lstm:
 
     def evaluate(self, parameters: Vector) -> Quality:
         return self.source.quality(lambda tokens: self.trainer.losses(parameters, tokens))
-
-
-@lru_cache(maxsize=16)
-def paper_workload(model: str, population: PopulationConfig, dialect: str, seed: int) -> Workload:
-    """A `Model` of a `Dialect`, judged on this population. `seed` names language and data."""
-    config = structs.replace(DIALECTS[dialect], seed=seed)
-    if model == "embedding":
-        return EmbeddingWorkload(population, Language(config), seed=seed)
-    language = Language(structs.replace(config, vocabulary=_LSTM.vocabulary))
-    return Lstm(Walks(language, _LSTM.steps, population, seed=seed), _LSTM)
