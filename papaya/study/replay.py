@@ -33,8 +33,8 @@ from papaya.learning.weighting import (
     admit,
     clipped,
     counted_examples,
-    norm,
 )
+from papaya.sim.draws import Floats
 from papaya.study.checkpoint import Checkpoints, LearningState
 from papaya.study.trace import Trace
 from papaya.study.workloads.base import KeepsDeviceStates, Matrix, Quality, Workload
@@ -276,13 +276,14 @@ def _sum(
 ) -> WeightedSum:
     members = trace.members(version)
     weights = [counted_examples(task, n) for n in trace.clients.examples[members].tolist()]
-    norms += [norm(row) for row in updates[: max(0, NORMS_KEPT - len(norms))]]
+    lengths = np.sqrt(np.einsum("ij,ij->i", updates, updates, dtype=np.float64))
+    norms += lengths[: max(0, NORMS_KEPT - len(norms))].tolist()
     total = WeightedSum.zero(updates.shape[1])
     total.add_all(
         [
             Contribution(update, n, staleness, task.staleness)
             for update, n, staleness in zip(
-                _admitted(updates, task.clip),
+                _admitted(updates, lengths, task.clip),
                 weights,
                 trace.staleness[members].tolist(),
                 strict=True,
@@ -293,13 +294,12 @@ def _sum(
     return total
 
 
-def _admitted(updates: Matrix, clip: float | None) -> list[Admitted]:
+def _admitted(updates: Matrix, lengths: Floats, clip: float | None) -> list[Admitted]:
     """What the server makes of what the devices clip.
 
     Whether `admit` takes an update depends on its norm alone: of those that are surely not
     clipped, the longest stands for all.
     """
-    lengths = np.sqrt(np.einsum("ij,ij->i", updates, updates, dtype=np.float64))
     is_short = lengths < math.inf if clip is None else lengths < clip * _SURELY
     admitted = [Admitted([row], 1.0) for row in updates]
     looked_at = np.flatnonzero(~is_short).tolist()

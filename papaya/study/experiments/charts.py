@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ _MARGIN = 1.15
 
 class Panel(NamedTuple):
     """`lines`: label -> (x, values of the seeds). `paper`: the paper's points. `even` is drawn as a
-    level at which both sides are equal.
+    level at which both sides are equal. `caption` explains what could be misread.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Panel(NamedTuple):
     paper: tuple[tuple[float, float], ...] = ()
     even: float | None = None
     from_zero: bool = True
+    caption: str = ""
 
 
 class Dots(NamedTuple):
@@ -83,8 +85,8 @@ def lines(
             prepare(axis, panel.title, x_label, panel.y_label)
             for label, points in panel.lines.items():
                 _line(axis, label, _seen(points, positive=panel.log), colors[label])
-            if panel.paper:
-                x, y = zip(*panel.paper, strict=True)
+            if known := [point for point in panel.paper if all(map(math.isfinite, point))]:
+                x, y = zip(*known, strict=True)
                 axis.plot(x, y, "k*", markersize=9, label="the paper", linestyle="none")
             if panel.even is not None:
                 axis.axhline(panel.even, color="#999999", lw=0.8, ls=(0, (4, 3)), zorder=0)
@@ -93,6 +95,11 @@ def lines(
             _scale(axis, panel)
             _mark_places(axis, panel)
             _mark_unmet(axis, panel, colors)
+            if panel.caption:
+                axis.text(
+                    0.99, 0.99, panel.caption, transform=axis.transAxes, ha="right", va="top",
+                    fontsize=7, color="#666666",
+                )  # fmt: skip
         _legends(figure, axes, panels)
         return figure
 
@@ -135,9 +142,10 @@ def bars(
     y_label: str,
     groups: Sequence[str],
     values: Mapping[str, Sequence[Sequence[float]]],
+    paper: Mapping[str, Sequence[float]],
 ) -> str:
     """`values`: label -> for each group, what the seeds gave. A whisker spans the seeds. Words
-    stand where a bar would be if a target was not reached.
+    stand where a bar would be if a target was not reached. `paper`: what the paper has, alike.
     """
 
     def make() -> Figure:
@@ -158,19 +166,27 @@ def bars(
                         fontsize=7, color=color,
                     )  # fmt: skip
             axis.bar(0, 0, color=color, label=label)  # the legend's, even if nothing was drawn
+            places = [at + shift for at in range(len(groups))]
+            axis.plot(places, paper.get(label, [math.nan] * len(groups)), "k*", ms=9)
+        axis.plot([], [], "k*", ms=9, label="the paper's ratio, of our bar on the left")
         axis.set_xticks(range(len(groups)), groups)
-        if len(values) > 1:
-            axis.legend(frameon=False, fontsize=8)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
         return figure
 
     return save(make, folder / f"{key}.png").name
 
 
 def histograms(
-    folder: Path, key: str, title: str, x_label: str, samples: Mapping[str, Sequence[float]]
+    folder: Path,
+    key: str,
+    title: str,
+    x_label: str,
+    samples: Mapping[str, Sequence[float]],
+    marks: Mapping[str, float] = MappingProxyType({}),
 ) -> str:
     """Densities over a logarithmic axis, as steps. Whole numbers have bins of whole numbers, with
     edges between them; a bin's share is divided by its width, or wide bins would look fuller.
+    `marks` are single values on the axis of x.
     """
 
     def make() -> Figure:
@@ -183,11 +199,13 @@ def histograms(
             counts, _ = np.histogram(values, edges)
             shares = counts / len(values) / widths
             axis.step(middles, shares, where="mid", color=colors[label], label=label)
+        for (label, place), style in zip(marks.items(), cycle(("-", "--", ":"))):
+            axis.axvline(place, color="#222222", lw=1, ls=style, label=label)
         axis.set_xscale("log")
         axis.set_ylim(bottom=0)
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        if len(samples) > 1:
-            axis.legend(frameon=False, fontsize=8)
+        if len(samples) + len(marks) > 1:
+            figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
         return figure
 
     return save(make, folder / f"{key}.png").name
@@ -195,11 +213,12 @@ def histograms(
 
 def _edges(samples: Iterable[Sequence[float]]) -> Floats:
     every = np.concatenate([np.asarray(values, np.float64) for values in samples])
-    edges = np.geomspace(max(every.min(), 1e-3), every.max() * (1 + 1e-9), _BINS)
+    low, high = float(every.min()), float(every.max())
+    found: Floats
     if (every == np.rint(every)).all():
-        edges = np.unique(np.rint(edges)) - 0.5
-        edges = np.append(edges, np.rint(every.max()) + 0.5)
-    found: Floats = edges
+        found = np.unique(np.rint(np.geomspace(low, high + 1, _BINS))) - 0.5
+    else:
+        found = np.geomspace(max(low, 1e-3), high * (1 + 1e-9), _BINS)
     return found
 
 
@@ -298,8 +317,8 @@ def _legends(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel]) -> N
     alike = all(list(panel.lines) == list(panels[0].lines) for panel in panels)
     if len(handles) > _INSIDE or (alike and len(panels) > 1):
         figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False,
-            fontsize=8,
+            handles.values(), handles.keys(), loc="outside lower center",
+            ncols=2 if len(panels) == 1 else 3, frameon=False, fontsize=8,
         )  # fmt: skip
         return
     for axis in axes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Finding, PaperClaim, Result, ratios
@@ -62,6 +63,8 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     hours = {name_of(data): _hours(lab, scale, seeds, data) for data in scale.data}
     bars = {design: [by[design] for by in hours.values()] for design in DESIGNS}
+    over = [fmean(by[OVER]) for by in hours.values()]
+    papers = {SMALL: [mean / 4.3 for mean in over], LARGE: [mean / 4.3**0.5 for mean in over]}
     return Result(
         key=KEY,
         title="Hours to the target for each design",
@@ -72,7 +75,9 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
             for name, by in hours.items()
             for design, found in by.items()
         ),
-        plots=(charts.bars(lab.folder, KEY, "Time to the target", "hours", list(hours), bars),),
+        plots=(
+            charts.bars(lab.folder, KEY, "Time to the target", "hours", list(hours), bars, papers),
+        ),
         notes=(
             "–: not within the recorded run.",
             ONE_RATE,

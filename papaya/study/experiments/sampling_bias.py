@@ -169,17 +169,17 @@ def _draw(
     truth: Counted,
 ) -> tuple[str, ...]:
     names = ("Execution time of counted clients", "Examples of counted clients")
-    labels = ("seconds", "examples")
+    labels = {"seconds": "execution time (s)", "examples": "examples of the client"}
     return tuple(
         charts.histograms(
             lab.folder,
             f"{KEY}-{label}",
             names[quantity],
-            label,
+            x_label,
             {
                 _TRUTH: truth[quantity].tolist(),
                 **{name: sides[0][quantity].tolist() for name, sides in found.items()},
             },
         )
-        for quantity, label in enumerate(labels)
+        for quantity, (label, x_label) in enumerate(labels.items())
     )

@@ -119,7 +119,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
 
 
 _SPEEDUP = "hours of SyncFL ÷ hours of AsyncFL"
-_RATIO = "perplexity ÷ that of SyncFL without over-selection"
+_RATIO = "perplexity ÷ without over-selection"
 _Place = tuple[Dialect, float]
 _Values = dict[_Place, tuple[float, ...]]
 

@@ -53,6 +53,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         "Share of the 1 % with most data that is counted",
         "counted ÷ expected",
         {f"{name} population": list(found.items()) for name, found in kept.items()},
+        even=1.0,
     )
     return Result(
         key=KEY,
@@ -66,7 +67,11 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
             for name, found in kept.items()
             for limit, shares in found.items()
         ),
-        plots=(charts.lines(lab.folder, KEY, "maximum staleness", [panel]),),
+        plots=(
+            charts.lines(
+                lab.folder, KEY, "maximum staleness (server updates)", [panel], ratios=True
+            ),
+        ),
         notes=(
             (
                 f"C / K = {scale.concurrency / scale.goal:g}, which is about the mean staleness; "

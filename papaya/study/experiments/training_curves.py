@@ -10,6 +10,7 @@ so does this one at `quick` scale, where its runs are those of the experiment on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 import numpy as np
 
@@ -59,6 +60,8 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
             "loss (nats per word)" if data == HEADLINE else "loss (nats per character)",
             {name: _line(found) for name, found in by.items()},
             from_zero=False,
+            paper=_papers(scale, by),
+            caption="a line ends where its recorded runs end",
         )
         for data, by in curves.items()
     ]
@@ -102,6 +105,13 @@ def _claims(scale: Scale, name: str, curves: dict[str, list[Curve]]) -> list[Pap
             unit="%",
         ),
     ]
+
+
+def _papers(scale: Scale, curves: dict[str, list[Curve]]) -> tuple[tuple[float, float], ...]:
+    """The paper's losses of AsyncFL with large and with small K, as shares of our SyncFL's."""
+    hour = scale.fixed_hour
+    over = fmean(_loss_at(curve, hour) for curve in curves[OVER])
+    return (hour, 0.966 * over), (hour, 0.966 * 0.965 * over)
 
 
 def _line(curves: Sequence[Curve]) -> list[tuple[float, list[float]]]:

@@ -49,7 +49,7 @@ from papaya.sim.population import PopulationConfig, volume_quantiles
 from papaya.study.data.leaf import leaf_source
 from papaya.study.data.source import Memory
 from papaya.study.data.texts import folder_source, text_source
-from papaya.study.workloads.base import Clients, Matrix, Quality
+from papaya.study.workloads.base import Clients, Matrix, Quality, require_plain_sgd
 from papaya.study.workloads.language import EmbeddingWorkload, compiled_loop, log_odds_of
 from papaya.study.workloads.lstm_trainers import Tokens
 

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from papaya.config import AsyncFL
 from papaya.sim.jobs import in_turn
+from papaya.study.data.source import Memory
 from papaya.study.experiments.reproduce import EXPERIMENTS, as_data, page, reproduce, verdicts
 from papaya.study.experiments.result import Check, Finding, PaperClaim, Result, number
 from papaya.study.experiments.runs import (
@@ -35,7 +36,6 @@ from papaya.study.experiments.runs import (
 )
 from papaya.study.lab import Lab, LabStep
 from papaya.study.workloads.language import EmbeddingWorkload
-from papaya.study.data.source import Memory
 from papaya.study.workloads.text import Corpus, corpus_of, windows_of_text
 
 TOY = structs.replace(
@@ -49,7 +49,7 @@ TOY = structs.replace(
     goals=(4, 10),
     rounds=4,
     versions=12,
-    table_updates=400,
+    table_updates=300,
     window_hours=0.1,
     fixed_hour=0.05,
     sync_grid=(0.02, 0.03),

@@ -14,9 +14,9 @@ from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.sim.draws import Floats
 from papaya.sim.population import DEFAULT, volume_quantiles
+from papaya.study.data.source import Memory
 from papaya.study.workloads.base import Clients
 from papaya.study.workloads.lstm_trainers import Tokens
-from papaya.study.data.source import Memory
 from papaya.study.workloads.text import (
     ALPHABET,
     STEPS,
