@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from papaya.config import (
+    Aggregation,
     AsyncFL,
     Deployment,
     DeviceConfig,
@@ -60,6 +61,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "devices apply it.",
         "weighting": "What an update counts, see below. Signed; under secure aggregation devices "
         "apply it.",
+        "aggregation": "How the updates of a version are combined, see below.",
     },
     Privacy: {
         "clip": "The largest norm of an update; also the `clip` of the task.",
@@ -181,6 +183,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "per line.",
         "log_level": "Events below this level are not logged.",
         "oidc": "An identity provider whose users may use the admin API, see below.",
+        "extensions": "Entry points that tasks may name, as `group:name`, see "
+        "[extensions](train-your-own-model.md#extensions-of-servers).",
         "server": "Settings of the protocol, see below.",
     },
     OidcConfig: {
@@ -208,15 +212,18 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "the other clients are spare.",
     },
     OptimizerConfig: {
-        "kind": "`fedavg` and `fedsgd` are SGD on the server; the others are adaptive.",
-        "rate": "Learning rate of the server. None: 1 for SGD, 0.001 for `fedadam`, 0.01 for "
-        "`fedyogi` and `fedadagrad`.",
+        "kind": "`fedavg` and `fedsgd` are SGD on the server; `fedadam`, `fedyogi` and "
+        "`fedadagrad` are adaptive. Any other name is that of an "
+        "[extension](train-your-own-model.md#extensions-of-servers).",
+        "rate": "Learning rate of the server. None: 1 for SGD and extensions, 0.001 for "
+        "`fedadam`, 0.01 for `fedyogi` and `fedadagrad`.",
         "momentum": "Momentum of `fedavg` and `fedsgd`.",
         "beta1": "Decay of the first moment.",
         "beta2": "Decay of the second moment of `fedadam` and `fedyogi`.",
         "epsilon": "Added to the divisor. None: 1e-8 for `fedadam`, 0.001 for the others.",
         "averaged": "The last so many values of the model are averaged, not stepped: the "
         "statistics of BatchNorm. The task file determines it.",
+        "parameters": "Pairs of a name and a number that an extension gets.",
     },
     Staleness: {
         "kind": "`polynomial`: (1 + s) to the power of −`exponent`, the paper's 1/√(1 + s) by "
@@ -231,6 +238,14 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "kind": "`examples`: the examples of an update, at most `max_examples`. `equal`: 1. "
         "`capped`: its examples, at most `cap`; the client may train on more.",
         "cap": "Of `capped`.",
+    },
+    Aggregation: {
+        "kind": "`mean`: the weighted mean. `median` and `trimmed_mean`: of each coordinate, all "
+        "updates counting the same. `norm_bound`: the weighted mean of shortened updates. Any "
+        "other name is that of an [extension](train-your-own-model.md#extensions-of-servers).",
+        "trim": "Of `trimmed_mean`: the share of updates that is left out at each end.",
+        "factor": "Of `norm_bound`: the largest norm, in median norms of the buffer.",
+        "parameters": "Pairs of a name and a number that an extension gets.",
     },
     Requirements: {
         "engine": "Training engine that the device must have. None: any.",
@@ -260,6 +275,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "pace": "Check-ins that pace steering aims at, per expected completion.",
         "min_retry_s": "Minimum mean time after which a rejected device is asked to come back.",
         "max_retry_s": "Maximum mean time after which a rejected device is asked to come back.",
+        "max_members_mb": "Maximum size of the single updates of one version, in MB, for rules "
+        "that need them: K × model size.",
     },
     DeviceConfig: {
         "request_timeout_s": "A request without an answer is sent again this long after it was "

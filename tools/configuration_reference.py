@@ -20,6 +20,7 @@ import msgspec
 from msgspec import NODEFAULT, Struct, structs
 
 from papaya.config import (
+    Aggregation,
     AsyncFL,
     Deployment,
     DeviceConfig,
@@ -27,9 +28,11 @@ from papaya.config import (
     OptimizerConfig,
     SecureAggregation,
     ServerConfig,
+    Staleness,
     StopRule,
     SyncFL,
     TaskConfig,
+    Weighting,
 )
 from papaya.errors import ConfigError
 from tools.configuration_meanings import DERIVED, MEANINGS
@@ -60,6 +63,10 @@ REFUSED: dict[type[Struct], list[dict[str, Any]]] = {
         SECURE | {"clip": 1e-35},
         {"stop": StopRule(target_loss=1.0)},
         {"metrics": (MetricBounds("accuracy"), MetricBounds("accuracy"))},
+        {"aggregation": Aggregation("median")},
+        SECURE | {"aggregation": Aggregation("norm_bound")},
+        {"weighting": Weighting("capped", cap=2000)},
+        SECURE | {"staleness": Staleness("geometric")},
     ],
     Deployment: [
         {"devices": "8750"},
@@ -85,6 +92,7 @@ UNWISE: list[dict[str, Any]] = [
     {"regime": SyncFL(over_selection=0.0)},
     {"participation_gap_s": 0.0},
     {"durability": "step"},
+    {"aggregation": Aggregation("norm_bound")},
 ]
 
 
@@ -123,6 +131,12 @@ The step is the sum of factor × weight × update, divided by the sum of the wei
 ### `weighting`: `Weighting`
 
 {Weighting}
+### `aggregation`: `Aggregation`
+
+{Aggregation}
+Rules other than `mean` are refused under secure aggregation, which reveals only sums, and with
+privacy, whose noise hides one update in a sum.
+
 ### `requirements`: `Requirements`
 
 {Requirements}

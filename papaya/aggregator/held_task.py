@@ -63,7 +63,8 @@ from papaya.aggregator.work import (
     Stepped,
 )
 from papaya.config import ServerConfig, TaskConfig
-from papaya.errors import InvariantError, TicketError
+from papaya.errors import ConfigError, InvariantError, TicketError
+from papaya.learning.methods import require_methods
 from papaya.learning.weighting import counted_examples
 from papaya.machine import Effects, Handle, Read, Reply
 from papaya.messages.base import Message, SessionId, TaskId
@@ -342,7 +343,7 @@ class HeldTask:
         if ledger is None:
             return self.stop()
         problem = why_not_served(ledger.config, self._server.chunk_bytes, self._memory.total_bytes)
-        if problem:
+        if problem := problem or _missing_methods(ledger):
             return self._halt(problem)
         self.pipeline = Pipeline(ledger, self._tokens)
         self._tell_versions()
@@ -1219,7 +1220,10 @@ class HeldTask:
         session = self.sessions.active.get(message.session)
         if session is None or not self.pipeline.knows(message):
             return []
-        self._memory.release(session.claim)
+        if message.refused is not None or not self.pipeline.keeps_members:
+            self._memory.release(
+                session.claim
+            )  # else the update stays in memory until it is durable
         if message.is_unanswered:
             return self._on_unanswered(now, session, message)
         if message.refused is not None:
@@ -1297,7 +1301,8 @@ class HeldTask:
     def on_snapshotted(self, message: Snapshotted) -> Effects:
         """A snapshot may hold updates whose `Folded` message has not arrived here yet."""
         effects = self.pipeline.on_snapshotted(message)
-        for session_id in (session for found in message.sums for session in found.sessions):
+        sums = () if self.pipeline.keeps_members else message.sums
+        for session_id in (session for found in sums for session in found.sessions):
             session = self.sessions.active.get(session_id)
             if session is not None:
                 self._memory.release(session.claim)
@@ -1400,6 +1405,16 @@ class HeldTask:
             is_uploading = session.upload is not None and not session.is_complete
             if is_uploading and session.pseudonym in self._revoked:
                 raise InvariantError(f"a revoked device uploads in session {session.id}")
+
+
+def _missing_methods(ledger: Ledger) -> str:
+    """What the task needs and this aggregator does not have; empty if it has all."""
+    try:
+        for config in ledger.terms.values():
+            require_methods(config)
+    except ConfigError as error:
+        return f"{error}; {error.hint}"
+    return ""
 
 
 def _is_known(sealed: bytes, session: Session) -> bool:

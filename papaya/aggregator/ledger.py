@@ -120,7 +120,7 @@ class Ledger:
             self.optimizer.state,
             *self._bundles,
             *(row.parameters for row in self.versions.values()),
-            *(row.sum for row in self.records.values()),
+            *(blob for row in self.records.values() for blob in blobs_of(row)),
         )
 
     def take_owners_changes(self, rows: Mapping[str, Row]) -> bool:
@@ -151,12 +151,13 @@ class Ledger:
         )
 
     def recorded(self, transaction: Transaction) -> tuple[BlobKey, ...]:
-        """The transaction was committed. Returns the sums that are no longer named."""
-        garbage = []
+        """The transaction was committed. Returns the blobs that are no longer named."""
+        garbage: list[BlobKey] = []
         for _, row in transaction.put:
             assert isinstance(row, RecordRow)
-            if row.target in self.records:
-                garbage.append(self.records[row.target].sum)
+            before = self.records.get(row.target)
+            named = blobs_of(row)
+            garbage += [] if before is None else [b for b in blobs_of(before) if b not in named]
             self.records[row.target] = row
         return tuple(garbage)
 

@@ -6,7 +6,8 @@
 
 A buffer holds exactly K updates; the next upload opens the next buffer. If all of them are folded
 before any is durable, the version itself makes them durable, and no sum is written. A secure task
-always writes a record first: the TSA releases masks only for members that cannot change.
+always writes a record first: the TSA releases masks only for members that cannot change. So does a
+task whose rule needs single updates: their blobs are what the step reads.
 
 One storage operation runs at a time. If its outcome is not `committed`, the rows are read again. If
 the only change is a mark or a pin on a version that was to be deleted, the same step is written
@@ -16,6 +17,8 @@ again; otherwise the task is loaded again. This file knows nothing about clients
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+
+from msgspec import UNSET
 
 from papaya.aggregator import regime
 from papaya.aggregator.ledger import Ledger
@@ -32,6 +35,7 @@ from papaya.aggregator.work import (
     Stepped,
 )
 from papaya.errors import InvariantError
+from papaya.learning.aggregation_rules import takes_members
 from papaya.machine import Effects, Read, Transact
 from papaya.messages.base import SessionId
 from papaya.messages.storage import (
@@ -162,6 +166,8 @@ class Pipeline:
         self.manifest = self.config.manifest
         self.max_staleness = self.config.max_staleness
         self._goal = self.config.aggregation_goal
+        # Does the rule of the task need single updates?
+        self.keeps_members = takes_members(self.config)
         # Buffers by the version that they will become.
         self._buffers = {
             t: Buffer.of_record(r, self._goal_of(r)) for t, r in ledger.records.items()
@@ -418,7 +424,8 @@ class Pipeline:
     @property
     def _may_step_unrecorded(self) -> bool:
         """With `durability: step` members are acknowledged already: they must be durable soon."""
-        return not self.config.is_bound and not self.acknowledges_folded
+        is_sum = not self.keeps_members
+        return is_sum and not self.config.is_bound and not self.acknowledges_folded
 
     def _step_from(self, record: RecordRow) -> Step:
         self._is_busy = True
@@ -452,7 +459,9 @@ class Pipeline:
             buffer = self._buffers[found.target]
             members = tuple(buffer.fold(session) for session in found.sessions)
             manifest = buffer.manifest if self.config.is_bound else b""
-            records.append(RecordRow(found.target, found.blob, members, found.weight, manifest))
+            updates = found.updates or UNSET
+            row = RecordRow(found.target, found.blob, members, found.weight, manifest, updates)
+            records.append(row)
         return self._transact(self.ledger.record(records))
 
     def on_stepped(

@@ -13,6 +13,9 @@ to the sum and starts new ones, so the sum that a snapshot encodes does not chan
 updates are folded. Memory per model: the uploads, a shard per thread, and a sum for each of the two
 buffers that may be open.
 
+If the rule of a task needs single updates, a buffer consists of their blobs instead, and memory
+holds those that are not written yet. The step reads all of them, block by block.
+
 Threads (in `server`): with `lock`, folds may run in parallel with each other and with everything
 else; two folds wait for each other only if they use the same shard of the same buffer. `keep`,
 `take` and `drop_uploads` must be called from one thread. The other operations of one task (cut and
@@ -28,6 +31,7 @@ from functools import partial
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from msgspec import structs
 
 from papaya.aggregator.masked_sum import (
@@ -57,14 +61,23 @@ from papaya.aggregator.work import (
     Sum,
 )
 from papaya.config import Evaluated, TaskConfig
-from papaya.errors import InvariantError, OperatorError, UpdateRefused
+from papaya.errors import ConfigError, InvariantError, OperatorError, UpdateRefused
 from papaya.learning import parameters
+from papaya.learning.aggregation_rules import (
+    BufferMembers,
+    combined,
+    damped,
+    shortened,
+    takes_members,
+)
 from papaya.learning.evaluation import admit_evaluation
 from papaya.learning.kernels import NUMPY, Kernel
+from papaya.learning.parameters import FLOAT32
 from papaya.learning.private_evaluation import admit_one_hot, admit_private_evaluation
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.learning.weighting import BytesLike, Contribution, WeightedSum, admit
 from papaya.messages.base import BlobKey, SessionId, TaskId
+from papaya.messages.storage import RecordRow
 from papaya.secagg.errors import Implausible
 from papaya.secagg.noise import KEY_BYTES
 from papaya.secagg.words import Entropy
@@ -73,6 +86,8 @@ NewBlobs = list[tuple[BlobKey, bytes]]
 Pieces = Sequence[BytesLike]
 """A blob in pieces, in order."""
 ReadBlob = Callable[[BlobKey], bytes]
+ReadPart = Callable[[BlobKey, int, int], bytes]
+"""Reads bytes of a blob: key, start, end."""
 TakeLock = Callable[[], AbstractContextManager[Any]]
 UploadChunks = dict[int, BytesLike]
 """Chunks by their offset."""
@@ -80,11 +95,27 @@ Total = WeightedSum | MaskedSum
 SeedRefusal = Literal["seed_refused", "trusted_party_lost"]
 
 
+class KeptMember(NamedTuple):
+    """An update that is kept for a rule that needs it, as `damped` makes it."""
+
+    key: BlobKey
+    examples: int
+    data: bytes
+
+
+class KeptMembers(NamedTuple):
+    """All members of a buffer by their blobs, and the blobs that are not written yet."""
+
+    updates: tuple[BlobKey, ...]
+    unwritten: list[KeptMember]
+    weight: float
+
+
 class Cut(NamedTuple):
-    """What a snapshot will contain: target, sum and sessions."""
+    """What a snapshot will contain: target, sum or members, and sessions."""
 
     work: Snapshot
-    sums: list[tuple[int, Total, tuple[SessionId, ...]]]
+    sums: list[tuple[int, Total | KeptMembers, tuple[SessionId, ...]]]
 
 
 def blob_key(task: TaskId, seq: int, what: str, *content: BytesLike) -> BlobKey:
@@ -147,6 +178,49 @@ class _BufferSum:
             return total, tuple(self.sessions)
 
 
+class _BufferUpdates:
+    """The updates for one target version, for a rule that needs each of them.
+
+    Memory holds those that are not in a blob yet. Work on them is short, so there is one lock.
+    """
+
+    def __init__(self, lock: TakeLock) -> None:
+        self.sessions: list[SessionId] = []
+        self._updates: list[BlobKey] = []
+        self._unwritten: list[KeptMember] = []
+        self._weight = 0.0
+        self._lock = lock()
+
+    @classmethod
+    def of_record(cls, record: RecordRow, lock: TakeLock) -> _BufferUpdates:
+        found = cls(lock)
+        found.sessions = [member.session for member in record.members]
+        found._updates = list(record.updates or ())
+        found._weight = record.weight
+        return found
+
+    def add(
+        self,
+        shard: int,
+        zero: Callable[[], Total],
+        sessions: list[SessionId],
+        members: list[KeptMember],
+        kernel: Kernel,
+    ) -> None:
+        """Takes what a `_BufferSum` takes; there is nothing to add up."""
+        with self._lock:
+            self.sessions.extend(sessions)
+            self._updates += [member.key for member in members]
+            self._unwritten += members
+            self._weight += sum(member.examples for member in members)
+
+    def cut(self) -> tuple[KeptMembers, tuple[SessionId, ...]]:
+        """All of them. The caller writes those that are not written yet."""
+        with self._lock:
+            unwritten, self._unwritten = self._unwritten, []
+            return KeptMembers(tuple(self._updates), unwritten, self._weight), tuple(self.sessions)
+
+
 class Shards:
     """Uploads being received and buffers being summed, for all tasks of one aggregator.
 
@@ -171,7 +245,7 @@ class Shards:
         self._lock = lock
         self._release = release
         self._uploads: dict[tuple[TaskId, SessionId], UploadChunks] = {}
-        self._buffers: dict[tuple[TaskId, int], dict[int, _BufferSum]] = {}
+        self._buffers: dict[tuple[TaskId, int], dict[int, _BufferSum | _BufferUpdates]] = {}
         self._guard = lock()
 
     # -- uploads ----------------------------------------------------------------------------
@@ -225,7 +299,7 @@ class Shards:
                 results.append(folded)
             if members:
                 config, seq, target = given[0][0].config, given[0][0].seq, given[0][0].target
-                buffer = self._buffer(config.task, seq, target)
+                buffer = self._buffer(config, seq, target)
                 buffer.add(shard, partial(_zero, config), sessions, members, self._kernel)
         finally:
             for _, upload in given:
@@ -241,8 +315,13 @@ class Shards:
     def encode(self, cut: Cut) -> tuple[Snapshotted, list[tuple[BlobKey, Pieces]]]:
         """The blobs are views of the sums: write or copy them before the next cut."""
         task, seq = cut.work.task, cut.work.seq
-        sums, blobs = [], []
+        sums = []
+        blobs: list[tuple[BlobKey, Pieces]] = []
         for target, total, sessions in cut.sums:
+            if isinstance(total, KeptMembers):
+                sums.append(Sum(target, "", sessions, total.weight, total.updates))
+                blobs += [(member.key, [member.data]) for member in total.unwritten]
+                continue
             pieces = _pieces(total)
             key = blob_key(task, seq, f"sum-{target}-{len(sessions)}", *pieces)
             sums.append(Sum(target, key, sessions, total.weight))
@@ -256,33 +335,53 @@ class Shards:
     def restore(self, work: Restore, read: ReadBlob) -> None:
         config = work.config
         self.drop_sums(config.task, work.seq)
-        buffers: dict[int, _BufferSum] = {}
+        buffers: dict[int, _BufferSum | _BufferUpdates] = {}
         for record in work.records:
+            if record.updates:
+                buffers[record.target] = _BufferUpdates.of_record(record, self._lock)
+                continue
             buffer = buffers[record.target] = _BufferSum(self.count, self._lock)
             buffer.total = _decoded(config, read(record.sum))
             buffer.sessions = [member.session for member in record.members]
         with self._guard:
             self._buffers[config.task, work.seq] = buffers
 
-    def _total(self, work: Step, read: ReadBlob) -> Total:
-        """The sum of the record's members. Frees the buffer when nothing can fail any more."""
+    def _total(self, work: Step, read: ReadBlob, read_part: ReadPart) -> Total | parameters.Vector:
+        """The sum of the record's members, or the step if the rule needs each of them. Frees the
+        buffer when nothing can fail any more.
+        """
         record, buffers = work.record, self._buffers.get((work.config.task, work.seq), {})
-        if record.sum:
+        total: Total | parameters.Vector
+        if record.updates:
+            total = combined(work.config.aggregation, _members(work, read_part))
+        elif record.sum:
             total = _decoded(work.config, read(record.sum))
         else:
-            total, sessions = buffers[record.target].cut()
+            buffer = buffers[record.target]
+            assert isinstance(buffer, _BufferSum)
+            total, sessions = buffer.cut()
             if sorted(sessions) != sorted(member.session for member in record.members):
                 raise InvariantError(f"the sum of version {record.target} has other members")
-        with self._guard:
-            buffers.pop(record.target, None)
+        self._forget_buffer(work)
         return total
 
-    def step(self, work: Step, read: ReadBlob) -> tuple[Stepped | StepFailed, NewBlobs]:
+    def _forget_buffer(self, work: Step) -> None:
+        with self._guard:
+            buffers = self._buffers.get((work.config.task, work.seq), {})
+            buffers.pop(work.record.target, None)
+
+    def step(
+        self, work: Step, read: ReadBlob, read_part: ReadPart | None = None
+    ) -> tuple[Stepped | StepFailed, NewBlobs]:
+        """`read_part`: None reads whole blobs. An error of storage is raised, to be tried again."""
         config, task, version = work.config, work.config.task, work.record.target
         optimizer = server_optimizer(config.optimizer)
         before = parameters.decode(read(work.base.parameters), config.model_length)
         state = optimizer.decode_state(read(work.optimizer), config.model_length)
-        total = self._total(work, read)
+        try:
+            total = self._total(work, read, read_part or _part_of(read))
+        except ConfigError as error:
+            return StepFailed(task, work.seq, str(error)), []
         try:
             after, new_state = optimizer.step(before, self._mean(work, total), state)
         except OperatorError as error:
@@ -321,21 +420,27 @@ class Shards:
         if self._tsa is not None and parameters is not None:
             self._tsa.forget(parameters)
 
-    def _member(self, work: Fold, pieces: list[BytesLike]) -> Contribution | Sequence[BytesLike]:
+    def _member(
+        self, work: Fold, pieces: list[BytesLike]
+    ) -> Contribution | KeptMember | Sequence[BytesLike]:
         """What is added to the sum. Raises UpdateRefused, or TsaError if its seed is refused."""
         config = work.config
         if config.secure_aggregation is None:
             update = admit(pieces, config.model_length, config.clip, config.over_clip)
             if config.evaluates is not None:
                 _admit_measured(update.pieces, config.evaluates)
-            return Contribution(update, work.examples, work.staleness, config.staleness)
+            update = shortened(update, config.aggregation)
+            given = Contribution(update, work.examples, work.staleness, config.staleness)
+            return _kept(work, given) if takes_members(config) else given
         update_pieces = masked_update(config, pieces)
         agreed = config.public_parameters
         assert agreed is not None
         self._require_tsa().accept(agreed, work.offer, work.target, work.sealed)
         return update_pieces
 
-    def _mean(self, work: Step, total: Total) -> parameters.Vector:
+    def _mean(self, work: Step, total: Total | parameters.Vector) -> parameters.Vector:
+        if isinstance(total, np.ndarray):
+            return total
         if work.given_up:
             raise TsaError(work.given_up, "the buffer was given up")
         agreed = work.agreed or work.config
@@ -364,11 +469,13 @@ class Shards:
         if work.session is None:
             self.drop_sums(work.task, work.seq)
 
-    def _buffer(self, task: TaskId, seq: int, target: int) -> _BufferSum:
+    def _buffer(self, config: TaskConfig, seq: int, target: int) -> _BufferSum | _BufferUpdates:
         with self._guard:
-            buffers = self._buffers.setdefault((task, seq), {})
+            buffers = self._buffers.setdefault((config.task, seq), {})
             if target not in buffers:
-                buffers[target] = _BufferSum(self.count, self._lock)
+                keeps = takes_members(config)
+                kept = _BufferUpdates(self._lock) if keeps else _BufferSum(self.count, self._lock)
+                buffers[target] = kept
             return buffers[target]
 
 
@@ -380,6 +487,30 @@ def _admit_measured(pieces: list[parameters.Vector], pinned: Evaluated) -> None:
         admit_private_evaluation(pieces, len(pinned.metrics))
     else:
         admit_evaluation(pieces, pinned.max_examples, len(pinned.metrics))
+
+
+def _part_of(read: ReadBlob) -> ReadPart:
+    return lambda key, start, end: read(key)[start:end]
+
+
+def _kept(work: Fold, given: Contribution) -> KeptMember:
+    # The session makes the key unique: two devices may send the same bytes.
+    data, name = damped(given).tobytes(), f"update-{work.target}"
+    key = blob_key(work.config.task, work.seq, name, work.session.encode(), data)
+    return KeptMember(key, work.examples, data)
+
+
+def _members(work: Step, read: ReadPart) -> BufferMembers:
+    """The members of a durable record, read from their blobs block by block."""
+    record, length = work.record, work.config.model_length
+    keys = record.updates or ()
+    if len(keys) != len(record.members):
+        raise InvariantError(f"record {record.target} has {len(keys)} updates")
+
+    def read_member(member: int, part: slice) -> parameters.Vector:
+        return np.frombuffer(read(keys[member], 4 * part.start, 4 * part.stop), FLOAT32)
+
+    return BufferMembers([member.examples for member in record.members], length, read_member)
 
 
 def _zero(config: TaskConfig) -> Total:

@@ -66,7 +66,8 @@ class Offered(Message, frozen=True):
 class Fold(Effect, frozen=True):
     """Adds examples x staleness weight x update to the sum, and examples to its weight.
 
-    `config` has the settings under which the client trained: they weigh and clip its update.
+    `config` has the settings under which the client trained: they weigh and clip its update. If the
+    rule of the task needs single updates, the update is kept instead of being added.
 
     Under secure aggregation the TSA first accepts the sealed seed into the group of the target
     version; then the masked vector is added unchanged.
@@ -101,12 +102,16 @@ class Snapshot(Effect, frozen=True):
 
 
 class Sum(Message, frozen=True):
-    """One sum of a snapshot. `sessions` are all it contains, in the order they were folded."""
+    """One sum of a snapshot. `sessions` are all it contains, in the order they were folded.
+
+    If the rule of the task needs single updates, `updates` has their blobs, and `blob` is empty.
+    """
 
     target: int
     blob: BlobKey
     sessions: tuple[SessionId, ...]
     weight: float
+    updates: tuple[BlobKey, ...] = ()
 
 
 class Snapshotted(Message, frozen=True):
@@ -130,7 +135,7 @@ class Restored(Message, frozen=True):
 class Step(Effect, frozen=True):
     """From version `base` with its optimizer state and a closed record to the next version.
 
-    If the record's `sum` is empty, its members are not durable yet, and their sum is that of the
+    If the record names no blob, its members are not durable yet, and their sum is that of the
     buffer in memory. The version makes them durable.
 
     Under secure aggregation the TSA releases the masks of exactly the record's members. `agreed`
@@ -165,7 +170,7 @@ class Stepped(Message, frozen=True):
 
 
 class StepFailed(Message, frozen=True):
-    """The new model would not be finite."""
+    """The new model would not be finite, or an extension of the servers failed."""
 
     task: TaskId
     seq: int

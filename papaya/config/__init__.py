@@ -1,6 +1,6 @@
 """Configuration of tasks, servers and devices."""
 
-from papaya.config.combining import Staleness, Weighting
+from papaya.config.combining import Aggregation, Staleness, Weighting
 from papaya.config.deployment import Deployment
 from papaya.config.metrics import MetricBounds, MetricTarget
 from papaya.config.privacy import EvaluationTerms, Privacy, PrivacyTerms, PrivateEvaluation
@@ -20,6 +20,7 @@ from papaya.config.task import (
 
 __all__ = [
     "MAX_MODEL_LENGTH",
+    "Aggregation",
     "AsyncFL",
     "Deployment",
     "DeviceConfig",

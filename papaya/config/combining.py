@@ -10,34 +10,27 @@ from __future__ import annotations
 
 import math
 import re
-from difflib import get_close_matches
 from typing import Final, Literal, get_args
 
 from msgspec import Struct
 
 from papaya.config.checks import require, require_choice, require_count
 from papaya.errors import ConfigError
-from papaya.secagg.damping import KINDS as DAMPINGS
-from papaya.secagg.damping import Damping
+from papaya.secagg.damping import KINDS, Damping
 from papaya.secagg.errors import ParametersError
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
-_SIMILAR: Final = 0.75
 
 ExtensionParameters = tuple[tuple[str, float], ...]
 """What an extension gets from the task's owner: numbers by name."""
+DAMPINGS: Final = KINDS
 WeightingKind = Literal["examples", "equal", "capped"]
 
 
 def require_name(field: str, name: str, built_in: tuple[str, ...]) -> None:
-    """A known name, or one that an extension may have; not a misspelt known one."""
-    if name in built_in:
-        return
-    if meant := get_close_matches(str(name), built_in, n=1, cutoff=_SIMILAR):
-        known = f"is not one of {', '.join(built_in)}, and too similar for an extension"
-        raise ConfigError.of(field, name, known, f"did you mean {meant[0]!r}?")
+    """A known name, or one that an extension may have."""
     require(
-        _NAME.fullmatch(name) is not None,
+        _NAME.fullmatch(str(name)) is not None,
         field,
         name,
         f"is not one of {', '.join(built_in)}, nor the name of an extension",
@@ -139,3 +132,59 @@ class Weighting(Struct, frozen=True):
         )
         if self.cap is not None:
             require_count("weighting.cap", self.cap)
+
+
+RULES: Final = ("mean", "trimmed_mean", "median", "norm_bound")
+
+
+class Aggregation(Struct, frozen=True):
+    """How the updates of a buffer are combined.
+
+    `mean`: their weighted mean. The other rules need the single updates, which the servers store
+    until the version is made. `median`: of each coordinate. `trimmed_mean`: the mean of each
+    coordinate without the `trim` share of the smallest and of the largest values. `norm_bound`: the
+    weighted mean of updates that are shortened to `factor` times the median norm of the buffer.
+    """
+
+    kind: str = "mean"
+    trim: float = 0.1
+    factor: float = 1.0
+    parameters: ExtensionParameters = ()
+
+    def __post_init__(self) -> None:
+        require_name("aggregation.kind", self.kind, RULES)
+        require_parameters("aggregation", self.parameters, is_built_in=self.is_built_in)
+        require(
+            0 < self.trim < 0.5,
+            "aggregation.trim",
+            self.trim,
+            "must be above 0 and below 0.5",
+            "choose the share of updates that may be wrong, for example 0.1",
+        )
+        require(
+            math.isfinite(self.factor) and self.factor > 0,
+            "aggregation.factor",
+            self.factor,
+            "must be finite and above zero",
+            "use 1.0 for the median norm itself",
+        )
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.kind in RULES
+
+    @property
+    def is_mean(self) -> bool:
+        return self.kind == "mean"
+
+    @property
+    def ignores_weights(self) -> bool:
+        """Does a built-in rule count all updates the same?"""
+        return self.kind in ("trimmed_mean", "median")
+
+    @property
+    def stored_as(self) -> str:
+        """Settings with the same value store their buffers in the same way."""
+        if self.is_mean:
+            return "sum"
+        return "members" if self.is_built_in else self.kind

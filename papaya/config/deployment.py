@@ -23,6 +23,9 @@ _WEB = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(/[A-Za-z0-9._~-]+)*")
 _HOOK = re.compile(
     r"(https://[A-Za-z0-9.-]+|http://127\.0\.0\.1)(:(?P<port>[0-9]{1,5}))?(/[!-~]*)?", re.ASCII
 )
+_EXTENSION = re.compile(
+    r"(server_optimizers|aggregation_rules|staleness_functions):[a-z][a-z0-9_]{0,63}"
+)
 _MAX_PORT = 65_535
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 
@@ -71,6 +74,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     oidc: OidcConfig | None = None
+    extensions: tuple[str, ...] = ()
     server: ServerConfig = ServerConfig()
 
     def __post_init__(self) -> None:
@@ -109,6 +113,15 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         for tsa in self.tsa_addresses:
             self._check_tsa(tsa)
         self._check_webhooks()
+        for extension in self.extensions:
+            require(
+                _EXTENSION.fullmatch(extension) is not None,
+                "extensions",
+                extension,
+                "is not group:name of an extension",
+                "groups are server_optimizers, aggregation_rules and staleness_functions, for "
+                'example extensions = ["server_optimizers:lamb"]',
+            )
         require(
             self.tsa_platform == "software" or bool(self.tsa),
             "tsa",

@@ -28,6 +28,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     pace: float = 1.5
     min_retry_s: float = 5.0
     max_retry_s: float = 86400.0
+    max_members_mb: int = 16_384
 
     def __post_init__(self) -> None:
         for field in (
@@ -39,7 +40,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             "max_retry_s",
         ):
             require_positive_s(field, getattr(self, field))
-        for field in ("max_held", "chunk_bytes"):
+        for field in ("max_held", "chunk_bytes", "max_members_mb"):
             require_count(field, getattr(self, field))
         require(
             self.chunk_bytes <= MAX_CHUNK_BYTES,

@@ -23,7 +23,14 @@ from papaya.config.checks import (
     require_count,
     require_positive_s,
 )
-from papaya.config.combining import Staleness, Weighting
+from papaya.config.combining import (
+    Aggregation,
+    ExtensionParameters,
+    Staleness,
+    Weighting,
+    require_name,
+    require_parameters,
+)
 from papaya.config.metrics import PERPLEXITY, MetricBounds, MetricTarget, check_metrics
 from papaya.config.privacy import EvaluationTerms, Privacy, PrivacyTerms
 from papaya.config.versions import EngineVersion
@@ -53,7 +60,7 @@ _RARE = 2.0**-32
 _FLOAT32_MAX = 3.4028234663852886e38
 _FLOAT32_TINY = 1.1754943508222875e-38
 
-OptimizerKind = Literal["fedavg", "fedsgd", "fedadam", "fedyogi", "fedadagrad"]
+OPTIMIZERS = ("fedavg", "fedsgd", "fedadam", "fedyogi", "fedadagrad")
 OverClip = Literal["refuse", "clip"]
 Durability = Literal["commit", "step"]
 
@@ -74,13 +81,14 @@ class SyncFL(Struct, frozen=True, tag="sync"):
 class OptimizerConfig(Struct, frozen=True):
     """The server optimizer. None means the default of its kind."""
 
-    kind: OptimizerKind = "fedadam"
+    kind: str = "fedadam"
     rate: float | None = None
     momentum: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float | None = None
     averaged: int = 0
+    parameters: ExtensionParameters = ()
 
     def __post_init__(self) -> None:
         require(
@@ -90,7 +98,8 @@ class OptimizerConfig(Struct, frozen=True):
             f"must be at least 0 and at most {MAX_COUNT}",
             "leave it out: it follows from batch_norm in the task file",
         )
-        require_choice("optimizer.kind", self.kind, get_args(OptimizerKind))
+        require_name("optimizer.kind", self.kind, OPTIMIZERS)
+        require_parameters("optimizer", self.parameters, is_built_in=self.is_built_in)
         for field, value in (("rate", self.rate), ("epsilon", self.epsilon)):
             require(
                 value is None or (math.isfinite(value) and value > 0),
@@ -111,6 +120,10 @@ class OptimizerConfig(Struct, frozen=True):
                 "must be at least 0 and below 1",
                 f"choose optimizer.{field} in [0, 1), for example 0.9",
             )
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.kind in OPTIMIZERS
 
 
 class Requirements(Struct, frozen=True):
@@ -262,6 +275,7 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
     privacy: Privacy | None = None
     staleness: Staleness = Staleness()
     weighting: Weighting = Weighting()
+    aggregation: Aggregation = Aggregation()
 
     def __post_init__(self) -> None:
         if self.privacy is not None:
@@ -272,6 +286,7 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         self._check_participation()
         self._check_lifecycle()
         self._check_weighting()
+        self._check_aggregation()
         if self.privacy is not None:
             self._check_privacy()
         if self.secure_aggregation is not None:
@@ -313,6 +328,11 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
     @property
     def model_bytes(self) -> int:
         return 4 * self.model_length
+
+    @property
+    def members_bytes(self) -> int:
+        """The size of the single updates of one version, which some aggregation rules need."""
+        return self.aggregation_goal * self.model_bytes
 
     @property
     def update_bytes(self) -> int:
@@ -415,6 +435,12 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             )
         if self.privacy is not None:
             found += self._privacy_warnings(self.privacy)
+        if not self.aggregation.is_mean:
+            found.append(
+                f"aggregation.kind = {self.aggregation.kind!r}: the servers may store the single "
+                f"updates of a version until it is made: {goal} x {self.model_bytes / 1e6:,.1f} MB "
+                f"= {self.members_bytes / 1e6:,.0f} MB, and those of the next one meanwhile"
+            )
         if self.durability == "step":
             found.append(
                 "durability = 'step': acknowledged updates of an open buffer are lost in a crash, "
@@ -588,6 +614,48 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             "devices and the noise of a private task rely on the function, so it cannot be an "
             "extension of the servers",
             "use polynomial, hinge or constant",
+        )
+
+    def _check_aggregation(self) -> None:
+        rule = self.aggregation
+        if rule.is_mean:
+            return
+        require(
+            not self.is_secure,
+            "aggregation.kind",
+            rule.kind,
+            "needs single updates, and secure aggregation reveals only their sum",
+            "use mean; a clip bounds what one device can change",
+        )
+        require(
+            self.privacy is None,
+            "aggregation.kind",
+            rule.kind,
+            "the noise of a private task hides one update in a sum, not in another function",
+            "use mean; privacy.clip bounds what one device can change",
+        )
+        require(
+            self.durability == "commit",
+            "durability",
+            self.durability,
+            f"with the rule {rule.kind}, updates are written before they are acknowledged",
+            "use commit, or aggregation.kind=mean",
+        )
+        require(
+            self.weighting.kind == "equal" or not rule.ignores_weights,
+            "weighting.kind",
+            self.weighting.kind,
+            f"the rule {rule.kind} counts all updates the same: a client states its examples "
+            "itself, so weights would undo the protection",
+            "set weighting.kind=equal",
+        )
+        goal, trim = self.aggregation_goal, rule.trim
+        require(
+            rule.kind != "trimmed_mean" or math.floor(trim * goal) >= 1,
+            "aggregation.trim",
+            trim,
+            f"trims nothing from {goal} updates",
+            f"use at least {1 / goal:.3g}, or a larger aggregation goal",
         )
 
     def _take_from(self, privacy: Privacy) -> None:

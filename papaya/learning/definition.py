@@ -19,6 +19,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from papaya.config import (
+    Aggregation,
     AsyncFL,
     EvaluationPlan,
     EvaluationTerms,
@@ -317,6 +318,7 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
     privacy: Privacy | None = None
     staleness: Staleness = Staleness()
     weighting: Weighting = Weighting()
+    aggregation: Aggregation = Aggregation()
     sample: Sequence[bytes] = ()
 
     def __post_init__(self) -> None:
@@ -420,4 +422,5 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
             privacy=self.privacy,
             staleness=self.staleness,
             weighting=self.weighting,
+            aggregation=self.aggregation,
         )

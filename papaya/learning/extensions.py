@@ -12,15 +12,22 @@ from the wire. Refused (ConfigError): a name that this process does not have.
 from __future__ import annotations
 
 import math
+from difflib import get_close_matches
 from typing import Any, Final, Literal, get_args
 
 from papaya.config import Staleness, TaskConfig
+from papaya.config.combining import DAMPINGS, RULES
+from papaya.config.task import OPTIMIZERS
 from papaya.errors import ConfigError
 
 ExtensionGroup = Literal["server_optimizers", "aggregation_rules", "staleness_functions"]
 GROUPS: Final[tuple[ExtensionGroup, ...]] = get_args(ExtensionGroup)
-_LONGEST_TRIED: Final = 10_000
 
+_BUILT_IN: Final[dict[ExtensionGroup, tuple[str, ...]]] = {
+    "server_optimizers": OPTIMIZERS,
+    "aggregation_rules": RULES,
+    "staleness_functions": DAMPINGS,
+}
 _known: Final[dict[tuple[ExtensionGroup, str], Any]] = {}
 
 
@@ -29,33 +36,37 @@ def add(group: ExtensionGroup, name: str, extension: Any) -> None:
     _known[group, name] = extension
 
 
+def has(group: ExtensionGroup, name: str) -> bool:
+    return (group, name) in _known
+
+
 def find(group: ExtensionGroup, name: str) -> Any:
     found = _known.get((group, name))
     if found is None:
-        kind = group.replace("_", " ").removesuffix("s")
         raise ConfigError(
-            f"there is no {kind} {name!r} here",
-            hint=f"the operator has to install a package with the entry point {name} in the group "
-            f'papaya.{group}, and to allow it: extensions = ["{group}:{name}"]',
+            f"there is no {group.replace('_', ' ').removesuffix('s')} {name!r} here",
+            hint=f"{meant(group, name)}the operator has to install a package with the entry point "
+            f'{name} in the group papaya.{group}, and to allow it: extensions = ["{group}:{name}"]',
         )
     return found
+
+
+def meant(group: ExtensionGroup, name: str) -> str:
+    """The beginning of a hint: the built-in name that may have been misspelt."""
+    close = get_close_matches(name, _BUILT_IN[group], n=1)
+    return f"did you mean {close[0]}? otherwise, " if close else ""
 
 
 def used_by(config: TaskConfig) -> list[tuple[ExtensionGroup, str]]:
     """The extensions that a task names."""
     found: list[tuple[ExtensionGroup, str]] = []
+    if not config.optimizer.is_built_in:
+        found.append(("server_optimizers", config.optimizer.kind))
+    if not config.aggregation.is_built_in:
+        found.append(("aggregation_rules", config.aggregation.kind))
     if not config.staleness.is_built_in:
         found.append(("staleness_functions", config.staleness.kind))
     return found
-
-
-def require_all(config: TaskConfig) -> None:
-    """Refuse a task whose extensions are missing here, or cannot be used with its settings."""
-    for group, name in used_by(config):
-        find(group, name)
-    if not config.staleness.is_built_in:
-        for staleness in range(min(config.max_staleness, _LONGEST_TRIED) + 1):
-            damping(config.staleness, staleness)
 
 
 def damping(function: Staleness, staleness: int) -> float:

@@ -11,12 +11,22 @@ models and takes the place of the negative gradient.
   sqrt(v) + tau and correct no bias. The algorithm asks for v >= tau^2 at the start; here v = tau^2.
   tau is `epsilon`.
 
+Any other kind is an extension (`extensions.py`): a subclass of `ServerOptimizer` that defines
+`initial_moments` and `move`, and takes numbers of its own from `self.parameters`:
+
+    class Signs(ServerOptimizer):
+        initial_moments = ()
+
+        def move(self, steps, step, moments):
+            return self.rate * np.sign(step), ()
+
 The last `averaged` values of a model are statistics, not parameters: their mean update is added as
 it is, whatever the optimizer.
 
 A step is pure and elementwise in float32: given the same bytes, a successor computes the same
 bytes. Refused: a step whose result is not finite (OperatorError), so that no broken version is
-ever published, and state of another optimizer, length or encoding (ProtocolError).
+ever published, an extension that fails (OperatorError), and state of another optimizer, length or
+encoding (ProtocolError).
 """
 
 from __future__ import annotations
@@ -29,7 +39,8 @@ import numpy as np
 from msgspec import Struct
 
 from papaya.config import OptimizerConfig
-from papaya.errors import Diverged, InvariantError, ProtocolError
+from papaya.errors import ConfigError, Diverged, InvariantError, OperatorError, ProtocolError
+from papaya.learning import extensions
 from papaya.learning.parameters import (
     FLOAT32,
     Tensor,
@@ -49,21 +60,26 @@ _RATES: Final = {
 }
 _EPSILONS: Final = {"fedadam": 1e-8, "fedyogi": 1e-3, "fedadagrad": 1e-3}
 _MOMENTS: Final = ("first_moment", "second_moment")
+_OWN_RATE: Final = 1.0  # of an extension
 
 
 class OptimizerState(Struct, frozen=True, eq=False):
-    """An optimizer's state: the number of steps and at most two moments."""
+    """An optimizer's state: the number of steps, and vectors of the length of the model."""
 
     steps: int
     moments: tuple[Vector, ...]
 
 
 class ServerOptimizer(ABC):
-    """One kind of optimizer. It holds no state: `step` takes it and returns the next."""
+    """One kind of optimizer. It holds no state: `step` takes it and returns the next.
+
+    `parameters`: the numbers that a task passes to an extension, by name.
+    """
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
-        self.rate = _RATES[config.kind] if config.rate is None else config.rate
+        self.rate = _RATES.get(config.kind, _OWN_RATE) if config.rate is None else config.rate
+        self.parameters = dict(config.parameters)
 
     @property
     @abstractmethod
@@ -71,10 +87,28 @@ class ServerOptimizer(ABC):
         """The value with which each moment starts, in every coordinate."""
 
     @abstractmethod
-    def _move(
+    def move(
         self, steps: int, step: Tensor, moments: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The change of the parameters at the `steps`-th step (from 1), and the next moments."""
+        """The change of the parameters at the `steps`-th step (from 1), and the next moments.
+
+        Called for one block of coordinates after the other, so each coordinate must be computed
+        from its own values. Override `change` if it needs those of the others.
+        """
+
+    def change(
+        self, steps: int, parameters: Vector, step: Vector, moments: tuple[Vector, ...]
+    ) -> tuple[Vector, tuple[Vector, ...]]:
+        """The next parameters and moments, as new vectors."""
+        result = np.empty_like(parameters)
+        after = tuple(np.empty_like(moment) for moment in moments)
+        for block in blocks(parameters.size):
+            old = tuple(moment[block] for moment in moments)
+            moved, new = self.move(steps, step[block], old)
+            np.add(parameters[block], moved, out=result[block])
+            for moment, values in zip(after, new, strict=True):
+                moment[block] = values
+        return result, after
 
     def initial_state(self, length: int) -> OptimizerState:
         """The state before the first step."""
@@ -88,15 +122,8 @@ class ServerOptimizer(ABC):
         """The next version and state; the arguments are not changed."""
         self._check(parameters, step, state)
         steps = state.steps + 1
-        result = np.empty_like(parameters)
-        moments = tuple(np.empty_like(moment) for moment in state.moments)
         with np.errstate(all="ignore"):  # what matters is looked for below
-            for block in blocks(parameters.size):
-                old = tuple(moment[block] for moment in state.moments)
-                change, new = self._move(steps, step[block], old)
-                np.add(parameters[block], change, out=result[block])
-                for moment, values in zip(moments, new, strict=True):
-                    moment[block] = values
+            result, moments = self._checked_change(steps, parameters, step, state.moments)
         if averaged := self.config.averaged:
             tail = slice(max(0, parameters.size - averaged), None)
             np.add(parameters[tail], step[tail], out=result[tail])
@@ -107,14 +134,29 @@ class ServerOptimizer(ABC):
             )
         return result, OptimizerState(steps, moments)
 
+    def _checked_change(
+        self, steps: int, parameters: Vector, step: Vector, moments: tuple[Vector, ...]
+    ) -> tuple[Vector, tuple[Vector, ...]]:
+        try:
+            result, after = self.change(steps, parameters, step, moments)
+            self._check(result, step, OptimizerState(steps, after))
+        except Exception as error:
+            if self.config.kind in _KINDS:
+                raise
+            raise OperatorError(
+                f"the server optimizer {self.config.kind} failed: {error!r}",
+                hint="the operator has to repair the extension of the servers",
+            ) from error
+        return result, after
+
     def encode_state(self, state: OptimizerState) -> bytes:
         """The one encoding of this state."""
-        tensors = dict(zip(_MOMENTS, state.moments, strict=False))
+        tensors = dict(zip(_moment_names(len(state.moments)), state.moments, strict=True))
         return encode_tensors(tensors, {"kind": self.config.kind, "steps": str(state.steps)})
 
     def decode_state(self, data: bytes, length: int) -> OptimizerState:
         """The state that was encoded, for a model of this length, or ProtocolError."""
-        names = list(_MOMENTS[: len(self.initial_moments)])
+        names = _moment_names(len(self.initial_moments))
         tensors, metadata = decode_tensors(data, names, length)
         return OptimizerState(
             _steps(metadata, self.config.kind), tuple(tensors[name] for name in names)
@@ -134,7 +176,7 @@ class _Sgd(ServerOptimizer):
     def initial_moments(self) -> tuple[float, ...]:
         return (0.0,) if self.config.momentum else ()
 
-    def _move(
+    def move(
         self, steps: int, step: Tensor, moments: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if not moments:
@@ -152,7 +194,7 @@ class _Adaptive(ServerOptimizer):
     def initial_moments(self) -> tuple[float, ...]:
         return (0.0, self.epsilon**2)
 
-    def _move(
+    def move(
         self, steps: int, step: Tensor, moments: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         first, second = moments
@@ -202,8 +244,25 @@ _KINDS: Final[dict[str, type[ServerOptimizer]]] = {
 
 
 def server_optimizer(config: OptimizerConfig) -> ServerOptimizer:
-    """The optimizer of a task's configuration."""
-    return _KINDS[config.kind](config)
+    """The optimizer of a task's configuration. Raises ConfigError if this process has none."""
+    if (built_in := _KINDS.get(config.kind)) is not None:
+        return built_in(config)
+    found = extensions.find("server_optimizers", config.kind)
+    try:
+        optimizer: ServerOptimizer = found(config)
+        assert isinstance(optimizer, ServerOptimizer), f"{found!r} is no ServerOptimizer"
+        optimizer.initial_state(0)
+    except Exception as error:
+        raise ConfigError(
+            f"the server optimizer {config.kind} cannot be made: {error!r}",
+            hint=f"check optimizer.parameters = {dict(config.parameters)}",
+        ) from error
+    return optimizer
+
+
+def _moment_names(count: int) -> list[str]:
+    more = (f"moment_{number}" for number in range(len(_MOMENTS) + 1, count + 1))
+    return [*_MOMENTS[:count], *more]
 
 
 def _steps(metadata: dict[str, str], kind: str) -> int:

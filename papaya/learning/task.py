@@ -38,6 +38,7 @@ from typing import Final
 from msgspec import structs
 
 from papaya.config import (
+    Aggregation,
     AsyncFL,
     EvaluationPlan,
     MetricTarget,
@@ -59,6 +60,7 @@ from papaya.learning.parameters import Manifest, Vector, is_statistic
 from papaya.learning.schedules import ConstantRate, CosineDecay, LinearDecay, StepDecay
 
 __all__ = [
+    "Aggregation",
     "AsyncFL",
     "ClientSGD",
     "ConstantRate",

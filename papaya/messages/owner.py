@@ -182,6 +182,12 @@ def require_revisable(row: TaskRow, config: TaskConfig) -> None:
         "model_length": (old.model_length, config.model_length),
         "secure_aggregation": (old.is_secure, config.is_secure),
         "privacy": (old.privacy is not None, config.privacy is not None),
+        "aggregation.kind": (old.aggregation.stored_as, config.aggregation.stored_as),
+        "optimizer.kind": (old.optimizer.kind, config.optimizer.kind),
+        "optimizer.momentum from or to 0": (
+            bool(old.optimizer.momentum),
+            bool(config.optimizer.momentum),
+        ),
     }
     if changed := [field for field, (before, after) in fixed.items() if before != after]:
         raise OperatorError(

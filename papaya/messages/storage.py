@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from papaya.config import TaskConfig
 from papaya.messages.base import BlobKey, Boot, Message, NodeId, SessionId, TaskId
@@ -145,6 +145,8 @@ class RecordRow(Row, frozen=True):
     """The durable part of the buffer that will become version `target`.
 
     `manifest`: of a secure task, the digest of what all members have agreed to; else empty.
+    `updates`: if the rule of the task needs single updates, the blob of each member, in their
+    order; `sum` is empty then. Unset otherwise, so that rows of an earlier Papaya keep their bytes.
     """
 
     target: int
@@ -152,6 +154,12 @@ class RecordRow(Row, frozen=True):
     members: tuple[Member, ...]
     weight: float
     manifest: bytes = b""
+    updates: tuple[BlobKey, ...] | UnsetType = UNSET
+
+    @property
+    def is_durable(self) -> bool:
+        """Are the updates of its members in blobs?"""
+        return bool(self.sum or self.updates)
 
 
 class VersionRow(Row, frozen=True):
@@ -614,7 +622,7 @@ def blobs_of(row: Row) -> tuple[BlobKey, ...]:
         case OptimizerRow():
             return (row.state,)
         case RecordRow():
-            return (row.sum,)
+            return row.updates or (row.sum,)
         case TaskRow() if row.config.evaluates is None or not row.is_over:
             # The bundle of an evaluation belongs to the task, which may have a newer one.
             candidate = () if row.candidate is None else row.candidate.config.requirements.blobs

@@ -40,6 +40,7 @@ from papaya.http.errors import ListenError
 from papaya.http.limits import ListenerLimits
 from papaya.http.listener import Listener, serve
 from papaya.http.routes import HttpRoute
+from papaya.learning import entry_points
 from papaya.messages.base import Message, NodeId
 from papaya.messages.control import Drain
 from papaya.messages.events import ClockDiffers, NodeStarted, ServerStarted, TokenReplaced
@@ -153,6 +154,7 @@ class Server:
     async def start(self) -> None:
         started = ServerStarted(__version__, self.roles, self._settings())
         log(started)
+        entry_points.load(entry_points.parsed(self.deployment.extensions))
         host = None if self._is_alone else await self._called_host()
         certificates = Certificates(self.deployment, self.roles, host)
         metrics = DriverMetrics()

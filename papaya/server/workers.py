@@ -77,6 +77,8 @@ class BlobStore(Protocol):
 
     def get(self, key: BlobKey) -> bytes: ...
 
+    def get_part(self, key: BlobKey, start: int, end: int) -> bytes: ...
+
     def delete(self, key: BlobKey) -> None: ...
 
     def sweep(self, task: TaskId, below_seq: int, keep: Set[BlobKey]) -> None: ...
@@ -474,7 +476,7 @@ class Workers:
                     self._notify_all()
                 job.result, job.unwritten = shards.encode(cut)
             case Step():
-                job.result, job.unwritten = shards.step(work, self._blobs.get)
+                job.result, job.unwritten = shards.step(work, self._blobs.get, self._blobs.get_part)
             case Restore():
                 task, keep = work.config.task, frozenset(work.garbage_except)
                 self._tidy(job, partial(self._blobs.sweep, task, work.seq, keep))

@@ -279,7 +279,9 @@ class SimulatedAggregatorHost(SimulatedHost):
 
     def _step(self, work: Step) -> None:
         try:
-            stepped, blobs = self._shards.step(work, self.cluster.blobs.get)
+            stepped, blobs = self._shards.step(
+                work, self.cluster.blobs.get, self.cluster.blobs.get_part
+            )
         except MissingBlob as error:
             self._finish([], Lost(work.config.task, work.seq, str(error)))
         else:

@@ -118,6 +118,9 @@ class BlobTwin:
             raise MissingBlob(f"blob {key} is missing")
         return self.blobs[key].data
 
+    def get_part(self, key: BlobKey, start: int, end: int) -> bytes:
+        return self.get(key)[start:end]
+
     def delete(self, key: BlobKey) -> None:
         if self.blobs.pop(key, None) is not None:
             self._tell_lost(key)

@@ -234,6 +234,7 @@ def _learnable(config: ClusterConfig, workload: Workload, rates: Rates) -> Clust
         max_examples=rates.client.max_examples,
         staleness=rates.staleness,
         weighting=rates.weighting,
+        aggregation=rates.aggregation,
         evaluation=None,
         stop=StopRule(),
     )

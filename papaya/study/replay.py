@@ -20,9 +20,17 @@ import msgspec
 import numpy as np
 from msgspec import Struct, structs
 
-from papaya.config import OptimizerConfig, Staleness, TaskConfig, Weighting
+from papaya.config import Aggregation, OptimizerConfig, Staleness, TaskConfig, Weighting
 from papaya.errors import Diverged, UpdateRefused
+from papaya.learning.aggregation_rules import (
+    BufferMembers,
+    combined,
+    damped,
+    shortened,
+    takes_members,
+)
 from papaya.learning.definition import ClientSGD
+from papaya.learning.entry_points import load_used
 from papaya.learning.kernels import fastest
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.server_optimizer import server_optimizer
@@ -53,6 +61,7 @@ class Rates(Struct, frozen=True):
     clip: float | None = None
     staleness: Staleness = Staleness()
     weighting: Weighting = Weighting()
+    aggregation: Aggregation = Aggregation()
 
     def task(self, recorded: TaskConfig) -> TaskConfig:
         """A recorded task, with these settings. A device reports what it has trained on, and the
@@ -62,8 +71,10 @@ class Rates(Struct, frozen=True):
             recorded,
             max_examples=min(self.client.max_examples, recorded.max_examples),
             clip=self.clip,
+            optimizer=self.optimizer,
             staleness=self.staleness,
             weighting=self.weighting,
+            aggregation=self.aggregation,
         )
 
 
@@ -217,6 +228,7 @@ class _Learner:
         self._rates = rates
         self._last = last
         self._task = rates.task(trace.task)
+        load_used(self._task)
         self._optimizer = server_optimizer(rates.optimizer)
         self._state = self._optimizer.initial_state(workload.length)
         # Versions from which clients still train, and the newest one.
@@ -231,9 +243,9 @@ class _Learner:
         last_use = _last_use(self._trace, self._last)
         for version in range(self._version + 1, self._last + 1):
             updates = _train(self._trace, self._workload, self._rates, self._models, version)
-            total = _sum(self._trace, self._task, version, updates, self.norms)
+            step = _step(self._trace, self._task, version, updates, self.norms)
             parameters, self._state = self._optimizer.step(
-                self._models[version - 1], total.mean(), self._state
+                self._models[version - 1], step, self._state
             )
             self._version, self._models[version] = version, parameters
             for old in last_use.get(version, ()):
@@ -271,27 +283,29 @@ def _train(
     return workload.train(chosen, index, trace.clients.take(members), rates.client)
 
 
-def _sum(
+def _step(
     trace: Trace, task: TaskConfig, version: int, updates: Matrix, norms: list[float]
-) -> WeightedSum:
+) -> Vector:
+    """What the server optimizer gets: the members of the version, combined by the task's rule."""
     members = trace.members(version)
     weights = [counted_examples(task, n) for n in trace.clients.examples[members].tolist()]
     lengths = np.sqrt(np.einsum("ij,ij->i", updates, updates, dtype=np.float64))
     norms += lengths[: max(0, NORMS_KEPT - len(norms))].tolist()
+    given = [
+        Contribution(shortened(update, task.aggregation), n, staleness, task.staleness)
+        for update, n, staleness in zip(
+            _admitted(updates, lengths, task.clip),
+            weights,
+            trace.staleness[members].tolist(),
+            strict=True,
+        )
+    ]
+    if takes_members(task):
+        matrix = np.stack([damped(each) for each in given])
+        return combined(task.aggregation, BufferMembers.of_matrix(weights, matrix))
     total = WeightedSum.zero(updates.shape[1])
-    total.add_all(
-        [
-            Contribution(update, n, staleness, task.staleness)
-            for update, n, staleness in zip(
-                _admitted(updates, lengths, task.clip),
-                weights,
-                trace.staleness[members].tolist(),
-                strict=True,
-            )
-        ],
-        fastest(),
-    )
-    return total
+    total.add_all(given, fastest())
+    return total.mean()
 
 
 def _admitted(updates: Matrix, lengths: Floats, clip: float | None) -> list[Admitted]:

@@ -19,7 +19,7 @@ from typing import Final, Protocol, runtime_checkable
 import numpy as np
 from msgspec import Struct, structs
 
-from papaya.config import Staleness, StopRule, TaskConfig, Weighting
+from papaya.config import Aggregation, Staleness, StopRule, TaskConfig, Weighting
 from papaya.config.checks import require
 from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
@@ -193,6 +193,7 @@ def recordable(task: TaskConfig, population: PopulationConfig) -> ClusterConfig:
         privacy=None,
         staleness=Staleness(),
         weighting=Weighting(),
+        aggregation=Aggregation(),
         evaluation=None,
         stop=StopRule(),
     )

@@ -35,6 +35,8 @@ class Store(Protocol):
 
     def get(self, key: BlobKey) -> bytes: ...
 
+    def get_part(self, key: BlobKey, start: int, end: int) -> bytes: ...
+
     def delete(self, key: BlobKey) -> None: ...
 
     def sweep(self, task: str, below_seq: int, keep: frozenset[BlobKey]) -> None: ...
@@ -99,6 +101,15 @@ def test_what_was_put_is_there_and_never_overwritten(blobs: Store) -> None:
     blobs.put(a_key(), b"first")
     blobs.put(a_key(), b"again")
     assert blobs.get(a_key()) == b"first"
+
+
+def test_a_blob_can_be_read_in_parts(blobs: Store) -> None:
+    key = blob_key("words", 1, "update-1", b"0123456789")
+    with pytest.raises(MissingBlob):
+        blobs.get_part(key, 0, 4)
+    blobs.put(key, b"0123456789")
+    parts = [blobs.get_part(key, start, start + 4) for start in (0, 4, 8)]
+    assert parts == [b"0123", b"4567", b"89"]
 
 
 def test_a_blob_may_be_empty(blobs: Store) -> None:

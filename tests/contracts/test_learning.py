@@ -19,7 +19,15 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from papaya.config import AsyncFL, OptimizerConfig, SecureAggregation, SyncFL
+from papaya.config import (
+    Aggregation,
+    AsyncFL,
+    OptimizerConfig,
+    SecureAggregation,
+    Staleness,
+    SyncFL,
+    Weighting,
+)
 from papaya.errors import ConfigError, InvariantError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Vector
@@ -83,6 +91,28 @@ def test_a_replay_is_learning_in_the_loop_bit_for_bit(
     assert all(np.array_equal(a, b) for a, b in zip(along, inside, strict=True))
     if clip is not None:
         assert max(replayed.norms) > clip > min(replayed.norms)
+
+
+METHODS: list[dict[str, Any]] = [
+    {"weighting": Weighting("equal"), "aggregation": Aggregation("median")},
+    {"weighting": Weighting("equal"), "aggregation": Aggregation("trimmed_mean", trim=0.3)},
+    {"aggregation": Aggregation("norm_bound", factor=0.5), "staleness": Staleness("constant")},
+    {"weighting": Weighting("capped", 5), "staleness": Staleness("hinge", slope=2.0, grace=1)},
+]
+
+
+@pytest.mark.parametrize("methods", METHODS, ids="-".join)
+def test_rules_weights_and_damping_are_those_of_the_servers_bit_for_bit(
+    methods: dict[str, Any],
+) -> None:
+    rates = structs.replace(RATES, **methods)
+    cuts = {} if "aggregation" in methods else {"durability": "step"}  # one per buffer, as above
+    workload = BigramWorkload(POPULATION, LANGUAGE)
+    _, replayed, along, looped, inside = both(ASYNC, workload, rates, **methods, **cuts)
+    assert replayed == looped
+    assert all(np.array_equal(a, b) for a, b in zip(along, inside, strict=True))
+    plain = both(ASYNC, workload, RATES, durability="step")[2]
+    assert not np.array_equal(along[-1], plain[-1])
 
 
 @pytest.mark.parametrize("regime", [ASYNC, SYNC])

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from papaya.config import (
+    Aggregation,
     AsyncFL,
     Privacy,
     SecureAggregation,
@@ -39,7 +40,8 @@ def refusal(make: Any, **fields: Any) -> ConfigError:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"kind": "hinges"}, "staleness.kind"),
+        ({"kind": "my own"}, "staleness.kind"),
+        ({"kind": None}, "staleness.kind"),
         ({"kind": "Mine"}, "staleness.kind"),
         ({"exponent": -0.5}, "staleness.exponent"),
         ({"exponent": float("nan")}, "staleness.exponent"),
@@ -53,11 +55,6 @@ def refusal(make: Any, **fields: Any) -> ConfigError:
 )
 def test_a_staleness_function_that_cannot_work(fields: dict[str, Any], field: str) -> None:
     assert str(refusal(Staleness, **fields)).startswith(f"{field} = ")
-
-
-def test_a_misspelt_name_is_not_taken_for_an_extension() -> None:
-    error = refusal(Staleness, kind="polynomal")
-    assert error.hint == "did you mean 'polynomial'?"
 
 
 @pytest.mark.parametrize(
@@ -111,3 +108,55 @@ def test_settings_survive_storage() -> None:
     found = msgspec.json.decode(msgspec.json.encode(config), type=TaskConfig)
     assert found == config
     assert found.staleness != Staleness("mine", parameters=(("a", 3.0),))
+
+
+# Rules.
+
+
+def with_rule(**changes: Any) -> TaskConfig:
+    weighting = Weighting("equal")
+    return a_config(aggregation=Aggregation("median"), **({"weighting": weighting} | changes))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"kind": "Krum"}, "aggregation.kind"),
+        ({"kind": "trimmed_mean", "trim": 0.0}, "aggregation.trim"),
+        ({"trim": 0.5}, "aggregation.trim"),
+        ({"factor": 0.0}, "aggregation.factor"),
+        ({"kind": "norm_bound", "factor": float("inf")}, "aggregation.factor"),
+        ({"kind": "median", "parameters": (("a", 1.0),)}, "aggregation.parameters"),
+    ],
+)
+def test_a_rule_that_cannot_work(fields: dict[str, Any], field: str) -> None:
+    assert str(refusal(Aggregation, **fields)).startswith(f"{field} = ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"secure_aggregation": SecureAggregation(), "clip": 1.0}, "reveals only their sum"),
+        ({"privacy": PRIVACY, "weighting": Weighting()}, "hides one update in a sum"),
+        ({"durability": "step"}, "written before they are acknowledged"),
+        ({"weighting": Weighting()}, "counts all updates the same"),
+    ],
+)
+def test_a_rule_is_refused_where_it_would_be_wrong(changes: dict[str, Any], reason: str) -> None:
+    with_rule()
+    assert reason in str(refusal(with_rule, **changes))
+
+
+def test_a_trimmed_mean_trims_something() -> None:
+    trimmed = Aggregation("trimmed_mean", trim=0.1)
+    fields = {"weighting": Weighting("equal"), "aggregation": trimmed}
+    error = refusal(a_config, regime=AsyncFL(9), **fields)
+    assert "trims nothing from 9 updates" in str(error)
+    a_config(regime=AsyncFL(10), **fields)
+
+
+def test_what_a_rule_stores_is_shown() -> None:
+    config = with_rule(model_length=5_000_000, regime=AsyncFL(20))
+    [warning] = [found for found in config.warnings() if "aggregation.kind" in found]
+    assert "20 x 20.0 MB = 400 MB" in warning
+    assert config.members_bytes == 20 * 20_000_000

@@ -45,6 +45,7 @@ from papaya.server.admin.access import Caller
 from papaya.server.admin.accounts import write_within_quota
 from papaya.server.admin.private_tasks import require_privacy
 from papaya.server.admin.problems import Conflict, NotFound
+from papaya.server.admin.server_methods import require_server_methods
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import (
     Revision,
@@ -217,6 +218,7 @@ async def revise(
     change = structs.replace(change, require=(*change.require, rollout_row))
     if not is_renewal:
         await require_privacy(service, kept.config)
+        await require_server_methods(service, kept.config)
         put = (*change.put, kept.revision_row(service.now()))
         change = structs.replace(change, put=put)
     await write_within_quota(service, caller, kept.config, change, attempt, (found.task,))

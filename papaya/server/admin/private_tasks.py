@@ -23,12 +23,20 @@ async def require_privacy(service: AdminService, config: TaskConfig) -> None:
             "a private task without secure aggregation needs tokens that identify devices",
             hint='set device_tokens = "signed" in the server\'s file, or use secure_aggregation',
         )
-    # An aggregator of an earlier version does not know `privacy`: it would add no noise.
+    # An aggregator of an earlier version does not know `privacy`.
+    await require_one_version(
+        service,
+        "a private task needs servers of one version, because an earlier one may add no noise",
+    )
+
+
+async def require_one_version(service: AdminService, why: str) -> None:
+    """Raises Conflict while servers of two versions run."""
     versions = await service.versions_of_servers()
     others = [node for node, version in versions.items() if version != papaya.__version__]
     if others:
+        theirs = versions[others[0]] or "0.4.0"
         raise Conflict(
-            f"{others[0]} runs {versions[others[0]] or '0.4.0'}, this server {papaya.__version__}: "
-            "a private task needs servers of one version, because an earlier one may add no noise",
+            f"{others[0]} runs {theirs}, this server {papaya.__version__}: {why}",
             hint="finish the upgrade, then submit again: papaya status",
         )

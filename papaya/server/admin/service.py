@@ -134,6 +134,7 @@ class AdminService:
         self._history = history
         self._changed = changed
         self._server = server
+        self.max_members_mb = server.max_members_mb
         self._started = now()
         self.identifies_devices = identifies_devices
         self._has_seen = has_seen

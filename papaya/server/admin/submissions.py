@@ -41,6 +41,7 @@ from papaya.server.admin.accounts import write_within_quota
 from papaya.server.admin.bundles import KeptBundle
 from papaya.server.admin.private_tasks import require_privacy
 from papaya.server.admin.problems import Conflict, NotFound
+from papaya.server.admin.server_methods import require_server_methods
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import NewTask, Stored, TaskView
 
@@ -73,6 +74,7 @@ async def submit(service: AdminService, caller: Caller, new: NewTask, attempt: A
     evaluations.check_plan(config)
     _check_manifest(new)
     await require_privacy(service, config)
+    await require_server_methods(service, config)
     await _require_new(service, config.task)
     await _require_parameters(service, new)
     kept = None

@@ -23,6 +23,7 @@ from msgspec import Struct, structs
 from papaya.config import OptimizerConfig, TaskConfig
 from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
+from papaya.learning.entry_points import load_used
 from papaya.learning.parameters import Manifest
 from papaya.learning.task import NO_FILE, LoadedTask, load_task
 from papaya.sim.draws import Ints, splitmix64_words
@@ -209,6 +210,7 @@ def with_source(
     # Before anything is recorded: what fails on an example fails at once.
     loaded.try_on(source.training(0)[:1], f"the first example of client 0 of {source.name}")
     task = loaded.config()
+    load_used(task)
     most = min(task.max_examples, loaded.task.examples.limit or task.max_examples)
     return Prepared(
         spec=spec,
@@ -220,6 +222,7 @@ def with_source(
             clip=task.clip,
             staleness=task.staleness,
             weighting=task.weighting,
+            aggregation=task.aggregation,
         ),
         population=_transferring(
             population_of(source, most, population, spec.seconds_per_example), task

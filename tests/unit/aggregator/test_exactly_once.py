@@ -8,6 +8,7 @@ two, and every sum and every version is, bit for bit, what its members make it.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -24,9 +25,9 @@ from hypothesis.stateful import (
 )
 
 from papaya.aggregator.work import Drop, Fold, Keep, Restore, Snapshot, Step
-from papaya.config import OptimizerConfig, TaskConfig
+from papaya.config import Aggregation, OptimizerConfig, TaskConfig, Weighting
 from papaya.learning import parameters
-from papaya.learning.parameters import FLOAT32
+from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.learning.weighting import WeightedSum
 from papaya.machine import Effect, Read, Transact
@@ -261,9 +262,18 @@ class Life(RuleBasedStateMachine):
             for record in self.world.store.all(RecordRow):
                 assert len(record.members) <= self.config.aggregation_goal
                 assert record.target > self.world.version
-                blob = self.world.blobs[record.sum]
-                assert WeightedSum.decode(blob, MODEL_LENGTH) == total_of(record.members)
+                self._check_blobs(record)
             self._check_versions()
+
+    def _check_blobs(self, record: RecordRow) -> None:
+        if self.config.aggregation.is_mean:
+            blob = self.world.blobs[record.sum]
+            assert WeightedSum.decode(blob, MODEL_LENGTH) == total_of(record.members)
+            return
+        blobs = [self.world.blobs[key] for key in record.updates or ()]
+        assert [np.frombuffer(blob, FLOAT32).tolist() for blob in blobs] == [
+            damped_update(member).tolist() for member in record.members
+        ]
 
     def _check_versions(self) -> None:
         consumed = {row.version: row.members for row in self.world.store.all(ConsumedRow)}
@@ -274,7 +284,7 @@ class Life(RuleBasedStateMachine):
             if row.version > 0:
                 members = consumed[row.version]
                 assert len(members) == self.config.aggregation_goal
-                before, state = optimizer.step(before, total_of(members).mean(), state)
+                before, state = optimizer.step(before, step_of(self.config, members), state)
             found = parameters.decode(self.world.blobs[row.parameters], MODEL_LENGTH)
             assert found.tolist() == before.tolist()
 
@@ -306,6 +316,18 @@ class Life(RuleBasedStateMachine):
         self.every_sum_is_what_its_members_make_it()
 
 
+def step_of(config: TaskConfig, members: tuple[Member, ...]) -> Vector:
+    if config.aggregation.is_mean:
+        return total_of(members).mean()
+    return np.median([damped_update(member) for member in members], axis=0).astype(FLOAT32)
+
+
+def damped_update(member: Member) -> Vector:
+    assert member.examples == 1, "a median counts all updates the same"
+    factor = np.float32(1 / math.sqrt(1 + member.staleness))
+    return np.array(update_of(member.session), FLOAT32) * factor
+
+
 def total_of(members: tuple[Member, ...]) -> WeightedSum:
     """The slow way: every member's update again, in the order of the record."""
     total = WeightedSum.zero(MODEL_LENGTH)
@@ -321,12 +343,14 @@ COMMON: dict[str, Any] = {
     "training_timeout_s": LONG_S,
     "optimizer": OptimizerConfig(kind="fedavg", momentum=0.5),
 }
+MEDIAN: dict[str, Any] = {"aggregation": Aggregation("median"), "weighting": Weighting("equal")}
 TASKS = {
     "async": an_async_task(2, concurrency=4, **COMMON),
     "one update a version": an_async_task(1, concurrency=3, **COMMON),
     "goal above concurrency": an_async_task(5, concurrency=3, **COMMON),
     "sync": a_sync_task(3, 0.0, **COMMON),
     "over-selection": a_sync_task(4, 1.0, **COMMON),
+    "median": an_async_task(3, concurrency=4, **COMMON, **MEDIAN),
 }
 
 

@@ -93,6 +93,9 @@ class MemoryBlobs:
                 raise MissingBlob(f"blob {key} is missing")
             return self.blobs[key]
 
+    def get_part(self, key: BlobKey, start: int, end: int) -> bytes:
+        return self.get(key)[start:end]
+
     def delete(self, key: BlobKey) -> None:
         with self._lock:
             self.blobs.pop(key, None)

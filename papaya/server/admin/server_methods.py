@@ -1,0 +1,35 @@
+"""Whether the servers can combine updates as a task asks.
+
+Refused: extensions that this server does not have or allow, buffers of single updates that are too
+large to store, and settings that an earlier version does not know while servers of two versions
+run.
+"""
+
+from __future__ import annotations
+
+from papaya.config import Aggregation, Staleness, TaskConfig, Weighting
+from papaya.learning.aggregation_rules import takes_members
+from papaya.learning.methods import require_methods
+from papaya.server.admin.private_tasks import require_one_version
+from papaya.server.admin.problems import Conflict
+from papaya.server.admin.service import AdminService
+
+_MB = 1_000_000
+
+
+async def require_server_methods(service: AdminService, config: TaskConfig) -> None:
+    """Raises ConfigError or Conflict."""
+    require_methods(config)
+    most_mb, needed = service.max_members_mb, config.members_bytes
+    if takes_members(config) and needed > most_mb * _MB:
+        raise Conflict(
+            f"aggregation.kind = {config.aggregation.kind!r} stores {config.aggregation_goal} "
+            f"updates of {config.model_bytes / _MB:,.1f} MB for each version: {needed / _MB:,.0f} "
+            f"MB, and the servers allow {most_mb:,} MB",
+            hint="lower aggregation_goal, use mean, or raise max_members_mb in the server's file",
+        )
+    chosen = (config.staleness, config.weighting, config.aggregation)
+    if chosen != (Staleness(), Weighting(), Aggregation()) or not config.optimizer.is_built_in:
+        await require_one_version(
+            service, "an earlier version would combine the updates of this task differently"
+        )
