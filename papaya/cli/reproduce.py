@@ -6,6 +6,7 @@ on the claims. Recordings stay in the folder, so the same command continues an i
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,8 @@ def run(options: ReproduceOptions) -> int:
     else:
         print_data("\n\n".join(map(_described, results)))
     minutes = (time.monotonic() - started) / 60
-    note(f"\nreport: {folder / 'report.html'} ({minutes:.1f} minutes)")
+    cpu_s = sum(os.times()[:4])  # of this process and of those that it has waited for
+    note(f"\nreport: {folder / 'report.html'} ({minutes:.1f} minutes, {cpu_s:.0f} CPU-seconds)")
     return 0 if all(check.holds for result in results for check in result.checks) else 1
 
 

@@ -2,8 +2,8 @@
 
     results = reproduce(["speedup"], QUICK, seeds=[1, 2], folder=Path("runs/reproduce"))
 
-Writes one JSON file and the plots of each experiment, and report.html of all. Every recorded run
-is kept in the folder: calling it again goes on from there.
+Writes one JSON file and the plots of each experiment, and of all together report.html and
+verdicts.md. Every recorded run is kept in the folder: calling it again goes on from there.
 """
 
 from __future__ import annotations
@@ -139,8 +139,12 @@ def reproduce(
             results.append(result)
             ended(result)
     told, left_out = _with_earlier(results, made_of, folder)
-    text = page(told, scale, seeds, folder, left_out)
-    write_whole(folder / "report.html", partial(Path.write_text, data=text, encoding="utf-8"))
+    written = {
+        "report.html": page(told, scale, seeds, folder, left_out),
+        "verdicts.md": verdict_tables(told, scale, seeds),
+    }
+    for name, text in written.items():
+        write_whole(folder / name, partial(Path.write_text, data=text, encoding="utf-8"))
     return results
 
 
@@ -225,6 +229,29 @@ def verdicts(claims: Sequence[PaperClaim]) -> str:
         counts[claim.verdict] += 1
     agrees, differs, others = counts.values()
     return f"{agrees} agree, {differs} differ, {others} not comparable"
+
+
+def verdict_tables(results: Sequence[Result], scale: Scale, seeds: Sequence[int]) -> str:
+    """All claims and failed checks, in Markdown."""
+    every = [claim for result in results for claim in result.claims]
+    lines = [
+        f"# Verdicts at scale {scale.name}, seeds {seeds[0]} to {seeds[-1]}",
+        "",
+        f"{len(every)} claims: {verdicts(every)}. Brackets: 95 % confidence intervals over seeds.",
+    ]
+    for result in results:
+        if not result.claims and all(check.holds for check in result.checks):
+            continue
+        lines += ["", f"## {result.title}", "", f"{result.paper}.", ""]
+        if result.claims:
+            lines += ["| claim | paper | here | verdict |", "|---|---|---|---|"]
+            lines += [
+                f"| {c.statement} | {c.paper} | {c} | {c.verdict}{f' ({c.why})' if c.why else ''} |"
+                for c in result.claims
+            ]
+        failed = [check for check in result.checks if not check.holds]
+        lines += [f"\nCheck of method that fails: {one.rule} ({one.detail})." for one in failed]
+    return "\n".join(lines) + "\n"
 
 
 def _contents(results: Sequence[Result]) -> str:

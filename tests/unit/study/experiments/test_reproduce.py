@@ -55,7 +55,7 @@ TOY = structs.replace(
     sync_grid=(0.02, 0.03),
     async_grid=(0.01, 0.015),
     curve_model="small-lstm",
-    lstm_concurrencies=(20,),
+    lstm_concurrencies=(10,),
     left_out=(),
 )
 PLAN = until_versions(AsyncFL(4), 12, 3, 8)
@@ -83,6 +83,34 @@ def test_every_experiment_gives_numbers_checks_and_a_plot(toy: tuple[Path, list[
         assert stored.key == result.key
         for name in result.plots:
             assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_claims_are_in_the_tables_of_verdicts(toy: tuple[Path, list[Result]]) -> None:
+    folder, results = toy
+    text = (folder / "verdicts.md").read_text(encoding="utf-8")
+    claims = [claim for result in results for claim in result.claims]
+    for claim in claims:
+        assert f"| {claim.statement} | {claim.paper} | {claim} | {claim.verdict}" in text
+    assert f"{len(claims)} claims: {verdicts(claims)}" in text
+    names = {claim.statement.partition(":")[0].partition(",")[0] for claim in claims}
+    assert {"synthetic language", "real text"} <= names
+
+
+def test_the_lstm_on_real_text_resumes_where_it_was_interrupted(
+    toy: tuple[Path, list[Result]],
+) -> None:
+    folder, results = toy
+    runs = {path: path.read_bytes() for path in (folder / "runs").iterdir()}
+    of_lstm = [path for path, kept in runs.items() if b'"evaluations":40' in kept]
+    assert len(of_lstm) == 6  # two rates and the best one, in two regimes
+    of_lstm[0].unlink()
+    steps: list[LabStep] = []
+    [again] = reproduce(
+        ["lstm-speedup"], TOY, [1], folder, jobs=1, corpus=a_corpus(), tell=steps.append
+    )
+    assert {step.total - step.kept for step in steps} == {0, 1}
+    assert of_lstm[0].read_bytes() == runs[of_lstm[0]]
+    assert msgspec.json.encode(again) == msgspec.json.encode(results[-1])
 
 
 def test_the_report_is_one_file_that_names_the_papers_numbers(
