@@ -7,6 +7,7 @@ protocol: check-in, join, report, chunks, complete, each answered before the nex
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterable
@@ -50,9 +51,15 @@ class Encoded(NamedTuple):
 class Device:
     """One connection, kept alive. Not for two threads at once."""
 
-    def __init__(self, address: tuple[str, int], token: str) -> None:
-        self._socket = socket.create_connection(address, timeout=60.0)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(
+        self, address: tuple[str, int], token: str, context: ssl.SSLContext | None = None
+    ) -> None:
+        """`context`: of TLS; None without."""
+        plain = socket.create_connection(address, timeout=60.0)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = (
+            plain if context is None else context.wrap_socket(plain, server_hostname=address[0])
+        )
         self._common = f"Host: bench\r\nAuthorization: Bearer {token}\r\n"
         self._received = b""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,7 @@ class Servers:
         self.program = program  # how `papaya` is started
         self.pids: dict[str, int] = {}
         self.addresses: dict[str, dict[str, str]] = {}
+        self.context: ssl.SSLContext | None = None  # of whoever calls them; None without TLS
 
     @property
     def devices(self) -> tuple[str, int]:
@@ -57,14 +59,14 @@ class Servers:
 
     def metric(self, name: str) -> float:
         """Of the aggregator; 0 while it does not have it."""
-        text = _answer(self._of("aggregator")["admin"], "GET", "/metrics").decode()
+        text = self._answer(self._of("aggregator")["admin"], "GET", "/metrics").decode()
         lines = (line.rpartition(" ") for line in text.splitlines() if line.startswith(name))
         return sum(float(value) for series, _, value in lines if series.split("{")[0] == name)
 
     def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The admin API."""
         token = self.token("admin.token")
-        return _answer(self._of("coordinator")["admin"], method, path, body, token)
+        return self._answer(self._of("coordinator")["admin"], method, path, body, token)
 
     def submit(self, config: TaskConfig, vector: Vector) -> None:
         """And wait until an aggregator serves it."""
@@ -88,6 +90,24 @@ class Servers:
     def _of(self, role: str) -> dict[str, str]:
         return self.addresses.get("server") or self.addresses[role]
 
+    def _answer(
+        self, address: str, method: str, path: str, body: bytes = b"", token: str = ""
+    ) -> bytes:
+        host, port = _host_and_port(address)
+        connection = (
+            http.client.HTTPConnection(host, port, timeout=_PATIENCE_S)
+            if self.context is None
+            else http.client.HTTPSConnection(host, port, timeout=_PATIENCE_S, context=self.context)
+        )
+        try:
+            connection.request(method, path, body, {"Authorization": f"Bearer {token}"})
+            response = connection.getresponse()
+            answer = response.read()
+        finally:
+            connection.close()
+        require(response.status < 300, f"{method} {path}: {response.status} {answer[:200]!r}")
+        return answer
+
 
 @contextmanager
 def running(
@@ -97,6 +117,8 @@ def running(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="papaya-bench-")))
         servers = Servers(folder / "data", program)
+        if "tls_authority" in settings:
+            servers.context = ssl.create_default_context(cafile=str(settings["tls_authority"]))
         common = {"data": "data", "devices": ANY_PORT, "admin": ANY_PORT, "servers": ANY_PORT}
         deployment = Deployment(server=server, **common | settings)  # type: ignore[arg-type]
         if not apart:
@@ -108,6 +130,19 @@ def running(
             for role in ("selector", "aggregator"):
                 _start(stack, servers, folder, deployment, role)
         yield servers
+
+
+def make_certificate(folder: Path) -> dict[str, str]:
+    """The settings of servers on this machine with TLS: one certificate, its own authority."""
+    certificate, key = str(folder / "certificate.pem"), str(folder / "key.pem")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+    names = ["-subj", "/CN=bench", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(
+        [*command.split(), *names, "-keyout", key, "-out", certificate],
+        check=True,
+        capture_output=True,
+    )
+    return {"tls_certificate": certificate, "tls_key": key, "tls_authority": certificate}
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -178,18 +213,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def _written_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
-
-
-def _answer(address: str, method: str, path: str, body: bytes = b"", token: str = "") -> bytes:
-    connection = http.client.HTTPConnection(*_host_and_port(address), timeout=_PATIENCE_S)
-    try:
-        connection.request(method, path, body, {"Authorization": f"Bearer {token}"})
-        response = connection.getresponse()
-        answer = response.read()
-    finally:
-        connection.close()
-    require(response.status < 300, f"{method} {path}: {response.status} {answer[:200]!r}")
-    return answer
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

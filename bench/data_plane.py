@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import count
@@ -54,7 +55,9 @@ def main() -> None:
     update = Encoded.of(pattern.tobytes(), SERVER.chunk_bytes)
     for case, apart in (("selector and aggregator", True), ("one process", False)):
         with running(SERVER, apart=apart) as servers:
-            used_s, wall_s, bare_s = measure(servers, update, pattern)
+            used_s, wall_s, bare_s = measure(
+                servers, update, pattern, lambda threads: bare_cpu_s(threads, update, pattern)
+            )
         each_s = sum(used_s.values())
         shares = {f"{name}_ms": round(s * 1e3, 1) for name, s in used_s.items()}
         shares |= {
@@ -67,14 +70,20 @@ def main() -> None:
 
 
 def measure(
-    servers: Servers, update: Encoded, pattern: Vector
+    servers: Servers,
+    update: Encoded,
+    pattern: Vector,
+    bare_cpu_s: Callable[[ThreadPoolExecutor], float],
 ) -> tuple[dict[str, float], float, float]:
-    """Per update: CPU seconds of each process, wall seconds, and CPU seconds of the bare peer."""
+    """Per update: CPU seconds of each process, wall seconds, and CPU seconds of the bare peer.
+
+    `bare_cpu_s`: CPU seconds of the peer for a stretch.
+    """
     servers.submit(TASK, np.zeros(MODEL_LENGTH, np.float32))
     token, ids = servers.token(), count()
 
     def trips(number: int) -> list[int]:
-        with closing(Device(servers.devices, token)) as device:
+        with closing(Device(servers.devices, token, servers.context)) as device:
             return [device.trip(lambda _: update, f"u{next(ids)}") for _ in range(number)]
 
     def upload(updates: int) -> None:
@@ -93,7 +102,7 @@ def measure(
             wall_s += time.monotonic() - began_at
             for name, s in servers.cpu_s().items():
                 used_s[name] += s - before[name]
-            bare_s += bare_cpu_s(threads, update, pattern)
+            bare_s += bare_cpu_s(threads)
     check(servers, pattern, staleness)
     measured = STRETCHES * STRETCH
     return {n: s / measured for n, s in used_s.items()}, wall_s / measured, bare_s / measured

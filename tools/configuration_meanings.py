@@ -154,6 +154,9 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "TLS with certificates on both sides between roles.",
         "servers_key": "PEM file with the private key of `servers_certificate`.",
         "servers_authority": "PEM file of the authority that signs the certificates of all roles.",
+        "servers_tls": "With `tls_certificate`: whether connections between roles use TLS as well. "
+        "`false` is for a network that nobody else can read (**insecure** elsewhere), and must be "
+        "the same in all processes.",
         "tsa": "Address of the TSA of secure aggregation, or a list of several: `unix:/path`, "
         "`tcp:127.0.0.1:port`, or `tls:host:port` of a gate on another machine. Empty: a child of "
         "this process, with **insecure** software evidence, started when a task first needs it.",

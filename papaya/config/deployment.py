@@ -58,6 +58,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     servers_certificate: str | None = None
     servers_key: str | None = None
     servers_authority: str | None = None
+    servers_tls: bool = True
     tsa: str | tuple[str, ...] = ""
     tsa_platform: Literal["software", "sgx", "tdx"] = "software"
     tsa_collateral: str | None = None
@@ -109,6 +110,13 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             self.servers_certificate,
             "TLS between roles needs a certificate, its key and an authority",
             "set servers_certificate, servers_key and servers_authority, or none of them",
+        )
+        require(
+            self.servers_tls or self.servers_certificate is None,
+            "servers_tls",
+            self.servers_tls,
+            "certificates between roles need TLS between roles",
+            "remove servers_tls = false, or servers_certificate, servers_key and servers_authority",
         )
         for tsa in self.tsa_addresses:
             self._check_tsa(tsa)

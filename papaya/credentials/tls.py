@@ -235,7 +235,7 @@ def client_context(authority: str | None = None) -> ssl.SSLContext:
 
 def between_servers(deployment: Deployment) -> ssl.SSLContext | None:
     """The context for calls to servers of the same installation; None without TLS."""
-    if deployment.tls_certificate is None:
+    if deployment.tls_certificate is None or not deployment.servers_tls:
         return None
     return client_context(deployment.tls_authority)
 

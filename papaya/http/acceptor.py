@@ -20,6 +20,7 @@ import math
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from ipaddress import IPv6Address, ip_address, ip_network
 from ssl import CERT_REQUIRED, SSLError
 
@@ -28,6 +29,7 @@ from papaya.http.exchange import log
 from papaya.http.limits import ListenerLimits
 from papaya.http.proxy_protocol import ProxiedClient, read_client
 from papaya.http.tls import Tls
+from papaya.http.tls_transport import start_tls
 
 MAX_REFUSED = 64  # connections of one listener that are being answered 503
 
@@ -39,6 +41,14 @@ _WARN_S = 60.0
 
 class Admission:
     """The place of one accepted socket, until `release` is called."""
+
+    __slots__ = (
+        "_acceptor",
+        "_is_released",
+        "client",
+        "key",
+        "refusal",
+    )
 
     def __init__(self, acceptor: Acceptor, client: ProxiedClient, is_refused: bool) -> None:
         self.client = client  # the real one, if a proxy told it
@@ -60,7 +70,7 @@ class Acceptor:
     def __init__(
         self,
         sockets: list[socket.socket],
-        make: Callable[[Admission], asyncio.BaseProtocol],
+        make: Callable[[Admission], asyncio.BufferedProtocol],
         limits: ListenerLimits,
         tls: Tls | None,
         proxies: Iterable[str],
@@ -186,16 +196,14 @@ class Acceptor:
             connection.close()
             admission.release()
             raise
-        limits, tls = self._limits, self._tls
+        limits, tls, make = self._limits, self._tls, partial(self._make, admission)
         handshake_s = limits.head_timeout_s if admission.refusal is None else limits.linger_s
         try:
-            await self._loop.connect_accepted_socket(
-                lambda: self._make(admission),
-                connection,
-                ssl=None if tls is None else tls.context,
-                ssl_handshake_timeout=None if tls is None else handshake_s,
-            )
-        except OSError as error:  # also every error of TLS; the transport closes the socket
+            if tls is None:
+                await self._loop.connect_accepted_socket(make, connection)
+            else:
+                await start_tls(connection, tls.context, make, timeout_s=handshake_s)
+        except OSError as error:  # also every error of TLS, and TimeoutError
             self._no_handshake(admission.client[0], error)
             admission.release()
         except BaseException:

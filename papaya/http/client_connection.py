@@ -17,6 +17,8 @@ from papaya.http.head import END_OF_HEAD, ResponseHead, parse_response
 from papaya.http.limits import MAX_HEAD_BYTES, PeerLimits
 from papaya.http.tls import NO_CERTIFICATE
 
+_FIRST_BYTES = 8 << 10
+
 
 class Response(NamedTuple):
     """An answer. Header names are in lower case."""
@@ -26,7 +28,7 @@ class Response(NamedTuple):
     body: bytes
 
 
-class ClientConnection(asyncio.Protocol):
+class ClientConnection(asyncio.BufferedProtocol):
     """One connection to `address`. Its pool lends it to one exchange after another."""
 
     _transport: asyncio.Transport
@@ -37,7 +39,9 @@ class ClientConnection(asyncio.Protocol):
         limits: PeerLimits,
         on_lost: Callable[[ClientConnection], None],
         context: SSLContext | None,
+        scratch: memoryview,
     ) -> None:
+        """`scratch`: where bytes arrive; all connections of a loop may share it."""
         self.address = address
         self.context = context  # of TLS; None without
         self.certificate = NO_CERTIFICATE  # of the other server, with TLS
@@ -47,6 +51,7 @@ class ClientConnection(asyncio.Protocol):
         self.idle_since = 0.0  # when the last exchange ended
         self.on_room: Callable[[], None] = lambda: None  # called when `is_full` becomes false
         self._limits = limits
+        self._scratch = scratch
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._file = -1  # descriptor of the socket, without TLS: bytes may go there directly
@@ -117,7 +122,12 @@ class ClientConnection(asyncio.Protocol):
                 return
             data = memoryview(data)[max(0, sent - len(head)) :]
             head = head[sent:]
-        if head or data:
+        if self.context is not None:
+            # Our transport for TLS keeps no views. The head shares a record with what follows.
+            self._transport.write(head + bytes(data[:_FIRST_BYTES]) if head else data)
+            if head and len(data) > _FIRST_BYTES:
+                self._transport.write(memoryview(data)[_FIRST_BYTES:])
+        elif head or data:
             self._transport.write(head + bytes(data))
 
     def end(self) -> bool:
@@ -147,18 +157,20 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        # Full as soon as the socket is, so that bodies wait at their source and not here. The limit
-        # is 1 and not 0, because a TLS transport with limit 0 is always full.
-        self._transport.set_write_buffer_limits(high=1, low=0)
+        # Full as soon as the socket is, so that bodies wait at their source and not here.
+        self._transport.set_write_buffer_limits(high=0, low=0)
         self.certificate = self._transport.get_extra_info("peercert") or NO_CERTIFICATE
         if self.context is None:
             self._file = self._transport.get_extra_info("socket").fileno()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
         if self._answer is None or self._answer.done():
             self.abort()  # Bytes that belong to no request.
             return
-        self._data += data
+        self._data += self._scratch[:nbytes]
         try:
             while self._read():
                 pass

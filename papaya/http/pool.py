@@ -17,6 +17,9 @@ from papaya.http.errors import PeerUnavailable
 from papaya.http.exchange import Headers
 from papaya.http.limits import PeerLimits
 from papaya.http.tls import Tls
+from papaya.http.tls_transport import connected_socket, start_tls
+
+_SCRATCH_BYTES = 64 << 10
 
 
 class ConnectionPool:
@@ -26,6 +29,7 @@ class ConnectionPool:
         self._limits = limits or PeerLimits()
         self._tls = tls
         self._pools: dict[str, _Pool] = {}
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))  # all answers arrive here
         self._is_closed = False
 
     async def request(
@@ -89,7 +93,8 @@ class ConnectionPool:
                 self._pools = {a: p for a, p in self._pools.items() if p.is_in_use}
             if len(self._pools) >= self._limits.max_peers:
                 raise PeerUnavailable(f"cannot connect to {address}: too many other servers")
-            pool = self._pools[address] = _Pool(address, self._limits, self._tls)
+            pool = _Pool(address, self._limits, self._tls, self._scratch)
+            self._pools[address] = pool
         return pool
 
     async def _exchange(
@@ -237,8 +242,11 @@ class StreamedRequest:
 class _Pool:
     """The connections to one server."""
 
-    def __init__(self, address: str, limits: PeerLimits, tls: Tls | None) -> None:
+    def __init__(
+        self, address: str, limits: PeerLimits, tls: Tls | None, scratch: memoryview
+    ) -> None:
         self.address = address
+        self._scratch = scratch
         self._host, self._port = _host_and_port(address)
         self._limits = limits
         self._tls = tls
@@ -334,12 +342,7 @@ class _Pool:
         context = self._context
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
-                _, connection = await self._loop.create_connection(
-                    lambda: ClientConnection(self.address, self._limits, self._lost, context),
-                    self._host,
-                    self._port,
-                    ssl=context,
-                )
+                connection = await self._open_connection(context)
         except BaseException as error:
             self._free_slot()
             if isinstance(error, OSError | TimeoutError):
@@ -356,6 +359,15 @@ class _Pool:
             raise wrong from PermissionError(why)
         self._connections.add(connection)
         return connection
+
+    async def _open_connection(self, context: SSLContext | None) -> ClientConnection:
+        made = ClientConnection(self.address, self._limits, self._lost, context, self._scratch)
+        if context is None:
+            await self._loop.create_connection(lambda: made, self._host, self._port)
+        else:
+            plain = await connected_socket(self._host, self._port)
+            await start_tls(plain, context, lambda: made, server_hostname=self._host)
+        return made
 
     def _lost(self, connection: ClientConnection) -> None:
         if connection not in self._connections:

@@ -57,6 +57,27 @@ class ServerConnection(asyncio.BufferedProtocol):
     Routes and receivers may answer at any time, also while this class calls them.
     """
 
+    __slots__ = (
+        "_admission",
+        "_began_at",
+        "_exchange",
+        "_is_reading",
+        "_is_scheduled",
+        "_left",
+        "_listener",
+        "_out",
+        "_pending",
+        "_received",
+        "_receiver",
+        "_requests",
+        "_route",
+        "_scanned",
+        "_state",
+        "_timeouts",
+        "_transport",
+        "certificate",
+    )
+
     _transport: asyncio.Transport
     _out: _Outgoing
 
@@ -535,6 +556,14 @@ class _WholeBody:
 
 class _Outgoing:
     """The writing half of a connection. It buffers at most one answer or one piece of a file."""
+
+    __slots__ = (
+        "_file",
+        "_file_left",
+        "_transport",
+        "is_full",
+        "written",
+    )
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport

@@ -102,7 +102,7 @@ class Certificates:
         }
         self.doors = _renewed(self.doors, doors)
         if mutual is None:
-            self.servers = self.doors
+            self.servers = self.doors if self._deployment.servers_tls else None
         else:
             callers = must_be_one_of(caller for role in self._roles for caller in CALLERS[role])
             self.servers = _renewed(self.servers, mutual.listening, callers)

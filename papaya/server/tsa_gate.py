@@ -30,6 +30,7 @@ logger = logging.getLogger("papaya.server")
 _BACKLOG = 128
 _MAX_CONNECTIONS = 64  # the TSA takes as many
 _CONNECT_S = 3.0
+_SCRATCH_BYTES = 64 << 10
 _MAX_WARNINGS = 256
 _LOOK_AT_FILES_S = 10.0
 
@@ -56,6 +57,7 @@ class TsaGate:
         self._certificates = Certificates(deployment, ("tsa",))
         self._pairs: set[_Pair] = set()
         self._told: set[tuple[str, str]] = set()  # hosts and reasons of refusals that were logged
+        self.scratch = memoryview(bytearray(_SCRATCH_BYTES))  # bytes of all connections arrive here
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set. Connections that are open then are closed."""
@@ -94,7 +96,7 @@ class TsaGate:
             self._told.add((host, why))
             logger.warning("%s is refused: %s", host, why)
 
-    async def connect(self, back: asyncio.Protocol) -> None:
+    async def connect(self, back: asyncio.BufferedProtocol) -> None:
         """Connect to the TSA. Raises OSError or ValueError."""
         loop = asyncio.get_running_loop()
         connected = await asyncio.to_thread(endpoint.connect, self._tsa, _CONNECT_S)
@@ -121,6 +123,7 @@ class _Pair:
 
     def __init__(self, gate: TsaGate, admission: Admission, tls: Tls) -> None:
         self._gate = gate
+        self.scratch = gate.scratch
         self._admission = admission
         self._tls = tls
         self.front = _Side(self)
@@ -188,7 +191,7 @@ class _Pair:
         return self._back if side is self.front else self.front
 
 
-class _Side(asyncio.Protocol):
+class _Side(asyncio.BufferedProtocol):
     """One connection of a pair."""
 
     transport: asyncio.Transport
@@ -203,8 +206,11 @@ class _Side(asyncio.Protocol):
         self.has_transport = True
         self._pair.made(self)
 
-    def data_received(self, data: bytes) -> None:
-        self._pair.received(self, data)
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._pair.scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._pair.received(self, bytes(self._pair.scratch[:nbytes]))
 
     def pause_writing(self) -> None:
         self._pair.may_send(self, False)

@@ -7,6 +7,7 @@ import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -15,7 +16,8 @@ from cryptography.x509.oid import NameOID
 
 from papaya.config.deployment import Deployment
 from papaya.credentials.tls import between_servers, client_context, server_context
-from papaya.errors import OperatorError
+from papaya.errors import ConfigError, OperatorError
+from papaya.server.certificates import Certificates
 
 
 def openssl(*arguments: str | Path) -> None:
@@ -79,6 +81,22 @@ def test_servers_of_one_installation_trust_each_other(folder: Path) -> None:
     assert handshake(server, client) == "TLSv1.3"
     for context in (server, client):
         assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+
+
+def test_roles_on_a_protected_network_can_do_without_tls(folder: Path) -> None:
+    configured = msgspec.structs.replace(
+        deployment(folder, "one.pem", "one.key", "one.pem"), servers_tls=False
+    )
+    certificates = Certificates(configured, ("selector", "aggregator"))
+    assert certificates.doors is not None
+    assert certificates.servers is None
+    assert certificates.calls("aggregator") is None
+
+
+def test_certificates_between_roles_need_tls_between_roles() -> None:
+    mutual = {f"servers_{name}": "file.pem" for name in ("certificate", "key", "authority")}
+    with pytest.raises(ConfigError, match="need TLS between roles"):
+        Deployment(servers_tls=False, **mutual)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("authority", "name"), [("other.pem", "localhost"), ("one.pem", "else")])

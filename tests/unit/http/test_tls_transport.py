@@ -1,0 +1,195 @@
+"""The transport that lets OpenSSL read from and write to the socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+
+import pytest
+
+from papaya.http.tls_transport import TlsTransport, start_tls
+from tests.unit.http.loopback import LOOPS, run, tls_contexts
+
+Contexts = tuple[ssl.SSLContext, ssl.SSLContext]
+RECORD = 16 << 10
+
+
+@pytest.fixture(scope="module")
+def contexts(tmp_path_factory: pytest.TempPathFactory) -> Contexts:
+    """The server's and the client's."""
+    return tls_contexts(tmp_path_factory.mktemp("tls"))
+
+
+class Recorder(asyncio.BufferedProtocol):
+    """Keeps what arrives, in pieces of at most `room`, and pauses after each if told to."""
+
+    transport: TlsTransport
+
+    def __init__(self, room: int = 1 << 20, *, pauses: bool = False) -> None:
+        self._room = memoryview(bytearray(room))
+        self._pauses = pauses
+        self.got = b""
+        self.is_full = False
+        self.news = asyncio.Event()
+        self.ends: list[Exception | None] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, TlsTransport)
+        self.transport = transport
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.got += self._room[:nbytes]
+        if self._pauses:
+            self.transport.pause_reading()
+        self.news.set()
+
+    def pause_writing(self) -> None:
+        self.is_full = True
+
+    def resume_writing(self) -> None:
+        self.is_full = False
+        self.news.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ends.append(exc)
+        self.news.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.news.clear()
+            await self.news.wait()
+
+
+async def a_pair(contexts: Contexts, recorder: Recorder) -> ssl.SSLSocket:
+    """The peer's end, which blocks: use it in a thread."""
+    ours, theirs = socket.socketpair()
+    make = lambda: contexts[1].wrap_socket(theirs, server_hostname="127.0.0.1")  # noqa: E731
+    peer, _ = await asyncio.gather(
+        asyncio.to_thread(make), start_tls(ours, contexts[0], lambda: recorder, timeout_s=20)
+    )
+    return peer
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_bytes_that_openssl_holds_are_delivered_without_new_ones(
+    loop: str, contexts: Contexts
+) -> None:
+    """One record is larger than the room: the kernel has nothing more to report."""
+
+    async def main() -> None:
+        recorder = Recorder(room=1000, pauses=True)
+        peer = await a_pair(contexts, recorder)
+        sent = bytes(range(250)) * 60
+        await asyncio.to_thread(peer.sendall, sent)
+        pieces = 0
+        while len(recorder.got) < len(sent):
+            pieces += 1
+            await recorder.until(lambda: len(recorder.got) == 1000 * pieces)  # noqa: B023
+            recorder.transport.resume_reading()
+        assert recorder.got == sent
+        recorder.transport.abort()
+        peer.close()
+
+    run(main(), loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_paused_connection_reads_nothing(loop: str, contexts: Contexts) -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        peer = await a_pair(contexts, recorder)
+        recorder.transport.pause_reading()
+        await asyncio.to_thread(peer.sendall, b"later")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert recorder.got == b""
+        recorder.transport.resume_reading()
+        await recorder.until(lambda: recorder.got == b"later")
+        recorder.transport.abort()
+        peer.close()
+
+    run(main(), loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_the_socket_does_not_take_is_sent_later_and_before_the_end(
+    loop: str, contexts: Contexts
+) -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        peer = await a_pair(contexts, recorder)
+        recorder.transport.set_write_buffer_limits(high=0, low=0)
+        data = bytearray(b"a" * (4 << 20))
+        recorder.transport.write(data)
+        assert recorder.is_full
+        assert recorder.transport.get_write_buffer_size() > 0
+        data[:] = b"b" * len(data)  # the caller may reuse it
+        recorder.transport.close()
+        received = await asyncio.to_thread(_everything, peer)
+        assert received == b"a" * (4 << 20)
+        await recorder.until(lambda: bool(recorder.ends))
+        assert recorder.ends == [None]
+        assert not recorder.is_full
+
+    run(main(), loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("how", ["close_notify", "no close_notify", "unread answer", "garbage"])
+def test_the_end_is_reported_once(loop: str, how: str, contexts: Contexts) -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        peer = await a_pair(contexts, recorder)
+        await asyncio.to_thread(peer.sendall, b"last words")
+        await recorder.until(lambda: recorder.got == b"last words")
+        match how:
+            case "close_notify":
+                await asyncio.to_thread(peer.unwrap)
+            case "no close_notify":
+                socket.socket(fileno=peer.detach()).close()
+            case "unread answer":
+                recorder.transport.write(b"unread" * RECORD)
+                socket.socket(fileno=peer.detach()).close()
+            case "garbage":
+                with socket.socket(fileno=peer.detach()) as raw:
+                    raw.sendall(b"this is not TLS at all")
+        await recorder.until(lambda: bool(recorder.ends))
+        recorder.transport.write(b"ignored")
+        recorder.transport.close()
+        recorder.transport.abort()
+        await asyncio.sleep(0)
+        assert len(recorder.ends) == 1
+        assert recorder.transport.is_closing()
+        if how == "garbage":
+            assert isinstance(recorder.ends[0], OSError)
+        peer.close()
+
+    run(main(), loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_silent_handshake_ends_in_time_and_closes_the_socket(
+    loop: str, contexts: Contexts
+) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        with pytest.raises(TimeoutError):
+            await start_tls(ours, contexts[0], Recorder, timeout_s=0.01)
+        theirs.settimeout(20)
+        assert await asyncio.to_thread(theirs.recv, 1) == b""
+        theirs.close()
+
+    run(main(), loop)
+
+
+def _everything(peer: ssl.SSLSocket) -> bytes:
+    with peer:
+        received = b""
+        while piece := peer.recv(1 << 20):
+            received += piece
+        return received
