@@ -21,8 +21,12 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from papaya import __version__
+from papaya.attestation.policy import AttestationError, DevicePolicy
+from papaya.attestation.software import SoftwarePlatform
+from papaya.attestation.verify import Evidence, Verified, verify_evidence
 from papaya.cli.admin_client import AdminClient, authority_file
 from papaya.cli.output import (
     Commands,
@@ -38,14 +42,24 @@ from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
 from papaya.credentials.tls import client_context
 from papaya.credentials.token_files import read
+from papaya.device.trust import read_policy
 from papaya.errors import OperatorError
+from papaya.secagg.parameters import PublicParameters
 from papaya.server.admin.views import SystemStatus
 from papaya.server.certificates import Certificates
 from papaya.server.deployment_file import read_deployment
 from papaya.server.open_files import LEAST, RESERVED, raise_limit
+from papaya.server.public_log import newest_checkpoint
 from papaya.server.resources import open_bucket
+from papaya.server.tsa import child_address
 from papaya.store.clusters import open_postgresql, read_cluster, state_file
 from papaya.store.state import APPLICATION_ID, SCHEMA_VERSION
+from papaya.tsa.client import TsaClient
+from papaya.tsa.errors import TsaRefused, Unavailable
+from papaya.tsa.measurement import measure
+from papaya.verifiable_log.errors import LogError
+from papaya.verifiable_log.folder import LogFolder
+from papaya.verifiable_log.reader import LogReader
 
 _DAY_S = 86400.0
 _RENEW_DAYS = 14
@@ -80,6 +94,7 @@ class DoctorOptions(FormatOptions):
     role: Role | None = None
     config: Path | None = None
     data: str | None = None
+    trust: Path | None = None
 
 
 def add_to(commands: Commands) -> None:
@@ -100,6 +115,13 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument(
         "--data", metavar="DIR", help="data folder, if it is not the one in the configuration"
+    )
+    parser.add_argument(
+        "--trust",
+        type=Path,
+        metavar="FILE",
+        help="trust policy of your devices: check the log and the TSA as they do (default: none; "
+        "only a log that the server keeps itself can then be checked)",
     )
     add_format(parser)
     bind(parser, DoctorOptions, run)
@@ -131,8 +153,9 @@ def examine(options: DoctorOptions) -> Iterator[Diagnosis]:
         ("certificate", partial(_certificates, options.role)),
         ("addresses", partial(_listeners, _LISTENERS[options.role])),
         ("server", _running_server),
-        ("TSA", _tsa),
-        ("log", _log),
+        ("TSA", _collateral),
+        ("TSA", partial(_evidence, options)),
+        ("log", partial(_log, options)),
     )
     for subject, check in checks:
         try:
@@ -303,7 +326,7 @@ def _running_server(deployment: Deployment) -> Iterator[Diagnosis]:
         yield Diagnosis("server", "good", f"led by {status.leader}, {tasks} running tasks")
 
 
-def _tsa(deployment: Deployment) -> Iterator[Diagnosis]:
+def _collateral(deployment: Deployment) -> Iterator[Diagnosis]:
     if deployment.tsa_platform == "software":
         if deployment.tsa_addresses:
             text = "tsa_platform = software: INSECURE, its evidence proves nothing"
@@ -321,21 +344,116 @@ def _tsa(deployment: Deployment) -> Iterator[Diagnosis]:
         yield Diagnosis("TSA", "good", text)
 
 
-def _log(deployment: Deployment) -> Iterator[Diagnosis]:
-    """Whether the public log can be served, and has the record of the TSA."""
-    folder = Path(deployment.log or Path(deployment.data) / "log")
+def _policy(options: DoctorOptions, deployment: Deployment) -> DevicePolicy | None:
+    """What devices demand: their policy, or for a log that the server keeps itself, its key."""
+    if options.trust is not None:
+        return read_policy(options.trust)
+    own = Path(deployment.data) / "log.key.pub"
+    if deployment.log is not None or not own.exists():
+        return None
+    return DevicePolicy(
+        log_key=own.read_text(encoding="ascii").strip(),
+        platforms=("software",),
+        allow_insecure_software=True,
+        allow_smt=True,
+    )
+
+
+def _evidence(options: DoctorOptions, deployment: Deployment) -> Iterator[Diagnosis]:
+    """Asks each TSA for a quote over parameters made here, and checks it as a device does."""
+    child = child_address(Path(deployment.data))
+    addresses = deployment.tsa_addresses
+    if not addresses and Path(child.removeprefix("unix:")).exists():
+        addresses = (child,)
+    policy = _policy(options, deployment)
+    for where in addresses:
+        if policy is None:
+            text = f"the quote of the TSA at {where} was not checked"
+            yield Diagnosis("TSA", "warning", text, "add --trust FILE, the policy of your devices")
+            continue
+        try:
+            verified = _verified(deployment, where, policy)
+        except Unavailable as error:
+            hint = "start it, or correct `tsa`: docs/deploy-tsa.md"
+            yield Diagnosis("TSA", "problem", str(error), hint)
+        except (AttestationError, TsaRefused, LogError) as error:
+            hint = getattr(error, "hint", "") or "secure tasks wait: devices refuse this TSA"
+            yield Diagnosis("TSA", "problem", f"{where}: {error}", hint)
+        else:
+            words = "INSECURE software" if verified.insecure else verified.quoted.platform
+            text = f"{where}: the {words} quote is of the binary in record {verified.leaf_index}"
+            yield Diagnosis("TSA", "good", text)
+
+
+def _verified(deployment: Deployment, where: str, policy: DevicePolicy) -> Verified:
+    now, data = time.time(), Path(deployment.data)
+    # No task has this name, and the key is new: nothing of the cluster is touched.
+    parameters = PublicParameters(
+        task="papaya-doctor",
+        length=1,
+        aggregation_goal=1,
+        threshold=1,
+        clip=1.0,
+        max_examples=1,
+        max_staleness=0,
+    )
+    dial = Certificates(deployment, ("aggregator",), None).dial_tsa
+    with TsaClient(where, Ed25519PrivateKey.generate(), dial=dial) as tsa:
+        digest = tsa.register(parameters)
+        try:
+            quote = tsa.evidence(digest)
+        finally:
+            tsa.forget(digest)
+        identity = tsa.identity_public_key
+    leaf = deployment.tsa_leaf
+    if deployment.tsa_platform == "software":
+        collateral = SoftwarePlatform(measure()).collateral(now)
+        if (own := data / "log.leaf").exists():
+            leaf = int(own.read_text(encoding="ascii").split()[1])
+    else:
+        collateral = Path(deployment.tsa_collateral or "").read_bytes()
+    return verify_evidence(
+        Evidence(deployment.tsa_platform, quote, collateral),
+        identity_key=identity,
+        parameters_hash=digest,
+        leaf_index=leaf,
+        policy=policy,
+        reader=LogReader(LogFolder(_log_folder(deployment)).fetch, policy.log_policy()),
+        now=now,
+    )
+
+
+def _log_folder(deployment: Deployment) -> Path:
+    return Path(deployment.log or Path(deployment.data) / "log")
+
+
+def _log(options: DoctorOptions, deployment: Deployment) -> Iterator[Diagnosis]:
+    """Whether the public log can be served, is signed, and has the record of the TSA."""
+    folder = _log_folder(deployment)
     if not folder.exists() and deployment.log is None:
         return
-    try:
-        _, size, _ = (folder / "checkpoint").read_text(encoding="utf-8").split("\n", 3)[:3]
-        leaves = int(size)
-    except (OSError, ValueError, UnicodeDecodeError) as error:
+    found = newest_checkpoint(folder)
+    if found is None:
         hint = "publish the log there again, or correct `log`: papaya log show --help"
-        yield Diagnosis("log", "problem", f"{folder} has no valid checkpoint: {error}", hint)
+        yield Diagnosis("log", "problem", f"{folder} has no valid checkpoint", hint)
         return
-    if deployment.tsa_leaf >= leaves:
-        text = f"tsa_leaf = {deployment.tsa_leaf}, but {folder} has {plural(leaves, 'record')}"
+    if deployment.tsa_leaf >= found.size:
+        text = f"tsa_leaf = {deployment.tsa_leaf}, but {folder} has {plural(found.size, 'record')}"
         hint = "append the record of your TSA binary, or set tsa_leaf to its number"
         yield Diagnosis("log", "problem", text, hint)
+        return
+    text = f"{folder} has {plural(found.size, 'record')}"
+    policy = _policy(options, deployment)
+    if policy is None:
+        hint = "add --trust FILE, the policy of your devices"
+        yield Diagnosis("log", "warning", f"{text}; its signatures were not checked", hint)
+        return
+    reader = LogReader(LogFolder(folder).fetch, policy.log_policy())
+    try:
+        reader.refresh(time.time())
+        reader.entries()
+    except LogError as error:
+        hint = "devices refuse this log: publish it again from the machine that has its key"
+        yield Diagnosis("log", "problem", f"{text}, which fail a check: {error}", hint)
     else:
-        yield Diagnosis("log", "good", f"{folder} has {plural(leaves, 'record')}")
+        yield Diagnosis("log", "good", f"{text}, signed by {found.origin}")

@@ -177,13 +177,15 @@ def judge(
                 f"the rollout",
             )
     is_partial = rollout.share < 1
-    if is_partial and step.counted + step.failed >= plan.updates:
-        own, others = _failing(step.counted, step.failed), _others_failing(step)
-        if own > others + plan.failures:
-            return RolloutVerdict(
-                "roll_back",
-                f"{100 * own:.0f} % of its participations fail, {100 * others:.0f} % of the others",
-            )
+    counted, failed = step.counted, step.failed
+    usual = failing(step.others_counted, step.others_failed)
+    if not is_partial:  # everybody has the candidate: compare with the time before the rollout
+        counted, failed, usual = step.others_counted, step.others_failed, rollout.failing
+    if counted + failed >= plan.updates and failing(counted, failed) > usual + plan.failures:
+        rate = failing(counted, failed)
+        others = "of the others" if is_partial else "before the rollout"
+        why = f"{100 * rate:.0f} % of its participations fail, {100 * usual:.0f} % {others}"
+        return RolloutVerdict("roll_back", why)
     has_updates = step.counted >= plan.updates or not is_partial
     if len(values) >= plan.evaluations and has_updates:
         return RolloutVerdict("go_on", f"{plan.metric} {values[-1][1]:.4g}")
@@ -194,12 +196,9 @@ def judge(
     return None
 
 
-def _failing(counted: int, failed: int) -> float:
+def failing(counted: int, failed: int) -> float:
+    """The share of participations that fail."""
     return failed / (counted + failed) if failed else 0.0
-
-
-def _others_failing(counts: ArmCounts) -> float:
-    return _failing(counts.others_counted, counts.others_failed)
 
 
 # -- rows ---------------------------------------------------------------------------------------

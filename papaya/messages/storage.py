@@ -292,8 +292,9 @@ class RolloutPlan(Struct, frozen=True):
     `shares`: of the devices, step by step; the last is 1. `metric` is judged in evaluations: worse
     than before the rollout by more than `tolerance` rolls it back. A step ends well after
     `evaluations` evaluations, and with less than all devices after `updates` counted updates of the
-    candidate. If the share of its participations that fail is above that of the other revision by
-    more than `failures`, or a step takes longer than `hours`, the rollout is rolled back.
+    candidate. If the share of its participations that fail is above that of the other revision (in
+    the last step: before the rollout) by more than `failures`, or a step takes longer than `hours`,
+    the rollout is rolled back.
     """
 
     shares: tuple[float, ...]
@@ -322,7 +323,8 @@ class RolloutRow(Row, frozen=True):
     settings from before and a higher number than the candidate, because devices refuse a lower one.
     It is stored as the head of a bundle.
     `step`: of the plan's shares. `since`, `from_version` and `counts`: when the step began.
-    `baseline`: the metric at `baseline_version`, which a rollback restores.
+    `baseline`: the metric at `baseline_version`, which a rollback restores. `failing`: the share of
+    participations that failed before.
     `state` is `ended` if the task was over first.
     """
 
@@ -338,6 +340,7 @@ class RolloutRow(Row, frozen=True):
     counts: ArmCounts
     baseline: float
     baseline_version: int
+    failing: float = 0.0
     step: int = 0
     state: RolloutState = "running"
     why: str = ""

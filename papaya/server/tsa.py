@@ -271,10 +271,7 @@ class TsaConnection:
 
     @property
     def _own_address(self) -> str:
-        path = (self._data / "tsa.sock").resolve()
-        if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
-            path = _private_folder() / f"{sha256(os.fsencode(path)).hexdigest()[:16]}.sock"
-        return f"unix:{path}"
+        return child_address(self._data)
 
     def _start_child(self) -> None:
         command = [sys.executable, "-m", "papaya", "serve", "tsa"]
@@ -343,6 +340,14 @@ class TsaConnection:
             # The TSA answers: seeds of earlier offers are accepted all the same.
             raise TsaError(FAILED, f"cannot use the collateral in {path}: {error}") from error
         return data
+
+
+def child_address(data: Path) -> str:
+    """Where the TSA listens that is a child of the server with this data folder."""
+    path = (data / "tsa.sock").resolve()
+    if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
+        path = _private_folder() / f"{sha256(os.fsencode(path)).hexdigest()[:16]}.sock"
+    return f"unix:{path}"
 
 
 def _private_folder() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import time
 from collections.abc import Callable
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from papaya.cli.doctor import Diagnosis, DoctorOptions, examine, run
+from papaya.config import AsyncFL, SecureAggregation, TaskConfig
 from papaya.store.postgresql import PostgresState
 from tests.postgresql import postgres
 from tests.s3.server import BUCKET, key_file, s3_server
 from tests.system.admin import Admin
 from tests.system.processes import Installation
+from tests.system.test_secure import until
 
 Plant = Callable[[Path, Path], None]
 
@@ -93,7 +96,9 @@ def _old_collateral(config: Path, data: Path) -> None:
 
 def _log_without_the_record(config: Path, data: Path) -> None:
     (data / "log").mkdir()
-    (data / "log" / "checkpoint").write_text("example.com/log\n1\nAAAA\n\n")
+    root = base64.b64encode(bytes(32)).decode()
+    note = f"example.com/log\n1\n{root}\n\n— example.com/log {root}\n"
+    (data / "log" / "checkpoint").write_text(note)
     config.write_text("tsa_leaf = 3\n" + config.read_text())
 
 
@@ -145,6 +150,49 @@ def test_a_planted_problem_is_found(
     matching = [each for each in found(config) if each.subject == subject and text in each.text]
     assert matching
     assert hint in matching[0].hint
+
+
+def test_the_tsa_and_the_log_are_checked_as_devices_do(tmp_path: Path) -> None:
+    """With a secure task the server starts a TSA and writes its binary into a log of its own."""
+    with Installation(tmp_path) as installation:
+        server = installation.add(server={"heartbeat_s": 0.5}).start()
+        config = installation.folder / "server.toml"
+        admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
+        secure = TaskConfig(
+            task="masked",
+            concurrency=2,
+            model_length=4,
+            regime=AsyncFL(aggregation_goal=2),
+            clip=1.0,
+            max_examples=1,
+            secure_aggregation=SecureAggregation(),
+        )
+        admin.submit(secure)
+        checkpoint = installation.data / "log" / "checkpoint"
+        until(lambda: checkpoint.exists() and b"\n1\n" in checkpoint.read_bytes(), "a record")
+
+        def diagnosed() -> list[str]:
+            options = DoctorOptions(config=config)
+            return [f"{d.grade}: {d.text}" for d in examine(options) if d.subject in ("TSA", "log")]
+
+        tsa, log = diagnosed()
+        assert tsa.startswith("good: unix:")
+        assert "the INSECURE software quote is of the binary in record 0" in tsa
+        assert log.startswith("good: ")
+        assert log.endswith("has 1 record, signed by INSECURE.papaya.invalid/one-machine")
+
+        signed = checkpoint.read_bytes()
+        checkpoint.write_bytes(signed[:-10] + b"A" + signed[-9:])
+        tsa, log = diagnosed()
+        assert tsa.startswith("problem: ")
+        assert "the log failed a check" in tsa
+        assert log.startswith("problem: ")
+        assert "fail a check" in log
+        checkpoint.write_bytes(signed)
+
+        entries = installation.data / "log" / "tile" / "entries" / "000.p" / "1"
+        entries.write_bytes(entries.read_bytes().replace(b"measure", b"mislead"))
+        assert [line.split(":")[0] for line in diagnosed()] == ["problem", "problem"]
 
 
 def test_a_database_and_a_bucket_that_work(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ async def begin(
             hint="run the command again: it starts from the newest revision",
         )
     version, value = await _baseline(service, found, plan)
-    now = service.now()
+    now, counts = service.now(), await _counts(service, found.task)
     row = RolloutRow(
         plan=plan,
         candidate=kept.config,
@@ -81,9 +81,10 @@ async def begin(
         started=now,
         since=now,
         from_version=found.newest.version,
-        counts=await _counts(service, found.task),
+        counts=counts,
         baseline=value,
         baseline_version=version,
+        failing=rule.failing(counts.others_counted, counts.others_failed),
     )
     running = await bundles.running_evaluations(service, found.task)
     known = before if isinstance(before, RolloutRow) else None

@@ -120,6 +120,13 @@ def test_a_candidate_whose_clients_fail_is_rolled_back_although_the_model_is_goo
     assert alike == "", "the others fail as often"
 
 
+def test_in_the_last_step_failures_are_compared_with_the_time_before() -> None:
+    last = structs.replace(a_rollout(step=1), failing=0.1)
+    found = verdict(last, 0.9, others_counted=60, others_failed=40)
+    assert found == "roll_back: 40 % of its participations fail, 10 % before the rollout"
+    assert verdict(last, 0.9, others_counted=75, others_failed=25) == ""
+
+
 def test_a_step_that_gets_no_answer_in_time_is_rolled_back() -> None:
     late = 2 * 3600.0
     assert verdict(a_rollout(), 0.9, now=late - 1, counted=3) == ""
