@@ -199,6 +199,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "name_claim": "Claim with the name of the user; the account is `oidc:NAME`.",
         "role_claim": "Claim with a text, or a list of texts, that `roles` maps to roles.",
         "algorithms": "Signature algorithms that are accepted.",
+        "authority": "PEM file of the authority that signed the issuer's certificate; by default "
+        "those of the system.",
     },
     OidcRole: {
         "role": "`viewer`, `owner` or `operator`.",

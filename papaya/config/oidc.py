@@ -32,6 +32,7 @@ class OidcConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     name_claim: str = "sub"
     role_claim: str = "groups"
     algorithms: tuple[Algorithm, ...] = ("RS256", "ES256")
+    authority: str | None = None
 
     def __post_init__(self) -> None:
         for field, url in (("issuer", self.issuer), ("jwks", self.jwks or self.issuer)):

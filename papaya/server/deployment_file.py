@@ -52,4 +52,8 @@ def read_deployment(path: Path) -> Deployment:
         for field in _PATHS
         if (value := getattr(found, field)) is not None
     }
+    if found.oidc is not None and found.oidc.authority is not None:
+        authority = str(path.parent / found.oidc.authority)
+        oidc = msgspec.structs.replace(found.oidc, authority=authority)
+        found = msgspec.structs.replace(found, oidc=oidc)
     return msgspec.structs.replace(found, **paths)

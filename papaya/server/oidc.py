@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import ssl
 import time
 from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -55,6 +56,7 @@ class OidcProvider:
     def __init__(self, config: OidcConfig, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._monotonic = monotonic
+        self._tls = _context(config.authority)
         self._keys: dict[str, Any] = {}
         self._fetched_at = -USABLE_S
         self._tried_at = -AGAIN_S
@@ -130,24 +132,24 @@ class OidcProvider:
 
     async def _refresh(self) -> None:
         try:
-            keys = await asyncio.to_thread(_fetch_keys, self._config)
+            keys = await asyncio.to_thread(_fetch_keys, self._config, self._tls)
         except (OSError, HTTPException, ValueError, msgspec.MsgspecError, OperatorError) as error:
             logger.warning("cannot fetch the keys of %s: %s", self._config.issuer, error)
             return
         self._keys, self._fetched_at = keys, self._monotonic()
 
 
-def _fetch_keys(config: OidcConfig) -> dict[str, Any]:
+def _fetch_keys(config: OidcConfig, tls: ssl.SSLContext) -> dict[str, Any]:
     url = config.jwks
     if not url:
-        found = _fetch(config.issuer.rstrip("/") + "/.well-known/openid-configuration")
+        found = _fetch(config.issuer.rstrip("/") + "/.well-known/openid-configuration", tls)
         if found.get("issuer") != config.issuer:
             raise OperatorError("the issuer's configuration names another issuer", hint="")
         url = str(found.get("jwks_uri", ""))
         if urlsplit(url).scheme != urlsplit(config.issuer).scheme:
             raise OperatorError("the issuer's keys have another scheme than the issuer", hint="")
     keys = {}
-    entries = _fetch(url).get("keys")
+    entries = _fetch(url, tls).get("keys")
     if not isinstance(entries, list):
         raise OperatorError(f"the answer of {url} has no list of keys", hint="")
     for entry in entries:
@@ -160,10 +162,22 @@ def _fetch_keys(config: OidcConfig) -> dict[str, Any]:
     return keys
 
 
-def _fetch(url: str) -> dict[str, Any]:
+def _context(authority: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=authority)
+    except (OSError, ssl.SSLError) as error:
+        raise OperatorError(
+            f"oidc.authority {authority} cannot be used: {error}",
+            hint="use a PEM file with the certificate of the authority that the issuer's has",
+        ) from error
+
+
+def _fetch(url: str, tls: ssl.SSLContext) -> dict[str, Any]:
     parts = urlsplit(url)
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=_FETCH_S)
+    host = parts.hostname or ""
+    connection = HTTPConnection(host, parts.port, timeout=_FETCH_S)
+    if parts.scheme == "https":
+        connection = HTTPSConnection(host, parts.port, timeout=_FETCH_S, context=tls)
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
         connection.request("GET", target, headers={"Accept": "application/json"})

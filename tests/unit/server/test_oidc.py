@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ def public(key_id: str, key: Any, **more: str) -> dict[str, Any]:
 class Issuer:
     """A server on this machine. `answers` by path; a number is a status, bytes are sent as is."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.asked: list[str] = []
         self.keys = [public("first", FIRST), public("rsa", RSA)]
         self.answers: dict[str, Any] = {}
@@ -59,7 +60,10 @@ class Issuer:
                 """No-op."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        if tls is not None:
+            self.server.socket = tls.wrap_socket(self.server.socket, server_side=True)
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self.server.server_port}"
         Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, path: str) -> Any:
@@ -211,7 +215,7 @@ def test_a_stranger_does_not_make_others_wait_for_the_issuer(
     async def run() -> None:
         assert await found.verify(f"Bearer {token(issuer)}") is not None
         clock.now += AGAIN_S
-        monkeypatch.setattr(oidc, "_fetch_keys", lambda config: go_on.wait(60) and {})
+        monkeypatch.setattr(oidc, "_fetch_keys", lambda config, tls: go_on.wait(60) and {})
         stranger = asyncio.create_task(found.verify(f"Bearer {token(issuer, STRANGER, 'new')}"))
         await asyncio.sleep(0)
         try:
