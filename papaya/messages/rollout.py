@@ -176,24 +176,47 @@ def judge(
                 f"{plan.metric} {value:.4g} at version {version}, {rollout.baseline:.4g} before "
                 f"the rollout",
             )
+    counted, failed = own_counts(rollout, step)
     is_partial = rollout.share < 1
-    counted, failed = step.counted, step.failed
-    usual = failing(step.others_counted, step.others_failed)
-    if not is_partial:  # everybody has the candidate: compare with the time before the rollout
-        counted, failed, usual = step.others_counted, step.others_failed, rollout.failing
+    usual = failing(step.others_counted, step.others_failed) if is_partial else rollout.failing
     if counted + failed >= plan.updates and failing(counted, failed) > usual + plan.failures:
-        rate = failing(counted, failed)
         others = "of the others" if is_partial else "before the rollout"
-        why = f"{100 * rate:.0f} % of its participations fail, {100 * usual:.0f} % {others}"
-        return RolloutVerdict("roll_back", why)
-    has_updates = step.counted >= plan.updates or not is_partial
-    if len(values) >= plan.evaluations and has_updates:
-        return RolloutVerdict("go_on", f"{plan.metric} {values[-1][1]:.4g}")
+        rate = f"{100 * failing(counted, failed):.0f} % of its participations fail"
+        return RolloutVerdict("roll_back", f"{rate}, {100 * usual:.0f} % {others}")
+    later = [value for version, value in values if version > enough_at(rollout)]
+    if len(later) >= plan.evaluations:
+        return RolloutVerdict("go_on", f"{plan.metric} {later[-1]:.4g}")
     if now >= rollout.since + 3600 * plan.hours:
-        missing = f"{len(values)} of {plan.evaluations} evaluations"
-        missing += f", {step.counted} of {plan.updates} updates" if is_partial else ""
+        missing = f"{counted} of {plan.updates} updates"
+        missing += f", then {len(later)} of {plan.evaluations} evaluations"
         return RolloutVerdict("roll_back", f"a step took {plan.hours:g} h: {missing}")
     return None
+
+
+def own_counts(rollout: RolloutRow, step: ArmCounts) -> tuple[int, int]:
+    """Counted and failed participations of this step under the candidate: in the last step, of all
+    devices.
+    """
+    if rollout.share < 1:
+        return step.counted, step.failed
+    return step.others_counted, step.others_failed
+
+
+def enough_at(rollout: RolloutRow) -> float:
+    """Evaluations of versions above this one show what the candidate does."""
+    return math.inf if rollout.updated_at is None else rollout.updated_at
+
+
+def note_updates(
+    rows: TaskRows, rollout: RolloutRow, counts: ArmCounts
+) -> tuple[RolloutRow, Transaction] | None:
+    """Note the newest version, as soon as the step has its updates."""
+    counted, _ = own_counts(rollout, since(rollout, counts))
+    if rollout.updated_at is not None or counted < rollout.plan.updates:
+        return None
+    noted = structs.replace(rollout, updated_at=rows.newest.version)
+    require = Transaction(require=((task_key(rows.task), rows.row),))
+    return noted, _with_row(rows.task, rollout, noted, require)
 
 
 def failing(counted: int, failed: int) -> float:
@@ -248,6 +271,7 @@ def go_on(
         since=now,
         from_version=rows.newest.version,
         counts=counts,
+        updated_at=None,
         why=why,
     )
     change = _step(rows, following, evaluations, now)

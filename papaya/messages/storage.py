@@ -290,11 +290,11 @@ class RolloutPlan(Struct, frozen=True):
     """How a rollout goes on, and what ends it.
 
     `shares`: of the devices, step by step; the last is 1. `metric` is judged in evaluations: worse
-    than before the rollout by more than `tolerance` rolls it back. A step ends well after
-    `evaluations` evaluations, and with less than all devices after `updates` counted updates of the
-    candidate. If the share of its participations that fail is above that of the other revision (in
-    the last step: before the rollout) by more than `failures`, or a step takes longer than `hours`,
-    the rollout is rolled back.
+    than before the rollout by more than `tolerance` rolls it back. A step ends well after `updates`
+    counted updates of the candidate, and `evaluations` evaluations of versions after that. The
+    rollout is rolled back if the share of the candidate's participations that fail is above that of
+    the other revision (in the last step: before the rollout) by more than `failures`, or if a step
+    takes longer than `hours`.
     """
 
     shares: tuple[float, ...]
@@ -323,6 +323,7 @@ class RolloutRow(Row, frozen=True):
     settings from before and a higher number than the candidate, because devices refuse a lower one.
     It is stored as the head of a bundle.
     `step`: of the plan's shares. `since`, `from_version` and `counts`: when the step began.
+    `updated_at`: the newest version when the step had its updates; None while it has not.
     `baseline`: the metric at `baseline_version`, which a rollback restores. `failing`: the share of
     participations that failed before.
     `state` is `ended` if the task was over first.
@@ -341,6 +342,7 @@ class RolloutRow(Row, frozen=True):
     baseline: float
     baseline_version: int
     failing: float = 0.0
+    updated_at: int | None = None
     step: int = 0
     state: RolloutState = "running"
     why: str = ""

@@ -295,6 +295,7 @@ def test_a_person_sees_a_rollout_and_what_protects_a_secure_private_task(site: S
         "baseline": 0.8,
         "baseline_version": 3,
         "values": [[4, 0.79]],
+        "good": 1,
         "counts": {"counted": 9, "failed": 1, "others_counted": 40, "others_failed": 0},
     }
     root = "ab" * 32
@@ -312,6 +313,7 @@ def test_a_person_sees_a_rollout_and_what_protects_a_secure_private_task(site: S
         "accuracy 0.8 at version 3",
         "accuracy 0.79 at version 4",
         "10.0 % of 10, others 0.0 % of 40",
+        "1 of 2",
     ):
         expect(page.get_by_text(text).first).to_be_visible(timeout=_STEP_MS)
     assert _axe(page) == []

@@ -117,7 +117,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--updates",
         type=whole(1),
         metavar="N",
-        help="counted updates under the new settings that a step with a share needs",
+        help="counted updates under the new settings that a step needs, before evaluations count",
     )
     parser.add_argument(
         "--failures",
@@ -234,10 +234,12 @@ def in_words(rollout: RolloutView) -> str:
     parts = [f"revision {rollout.revision} {words[rollout.state]}"]
     if rollout.state == "running":
         plan, counts = rollout.plan, rollout.counts
-        parts.append(f"{len(rollout.values)} of {plan.evaluations} evaluations")
-        if rollout.share < 1:
-            parts.append(f"{counts.counted:,} of {plan.updates:,} updates")
-            parts.append(f"{counts.failed:,} failed")
+        is_partial = rollout.share < 1
+        counted = counts.counted if is_partial else counts.others_counted
+        failed = counts.failed if is_partial else counts.others_failed
+        parts.append(f"{counted:,} of {plan.updates:,} updates")
+        parts.append(f"{failed:,} failed")
+        parts.append(f"then {rollout.good} of {plan.evaluations} evaluations")
         before = f"{rollout.baseline:.4g} at version {rollout.baseline_version}"
         parts.append(f"{plan.metric} was {before}")
         if rollout.values:

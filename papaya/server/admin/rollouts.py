@@ -120,8 +120,13 @@ async def judge(service: AdminService, row: TaskRow, rollout: RolloutRow) -> Non
         return
     if row.state != "running":
         return
+    counts = await _counts(service, task)
+    noted = rule.note_updates(await service.rows(task), rollout, counts)
+    if noted is not None:
+        await service.state.transact(noted[1])
+        return
     points = {point.version: point for point in await service.all_points(task)}
-    verdict = rule.judge(rollout, points, await _counts(service, task), service.now())
+    verdict = rule.judge(rollout, points, counts, service.now())
     if verdict is None:
         return
     details = {"revision": rollout.revision, "share": rollout.share}

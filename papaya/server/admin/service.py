@@ -32,7 +32,7 @@ from papaya.messages.audit_trail import Attempt
 from papaya.messages.base import BlobKey, NodeId, TaskId
 from papaya.messages.owner import TaskRows
 from papaya.messages.reasons import CANDIDATE_ENDINGS
-from papaya.messages.rollout import counts_of, since, values_of
+from papaya.messages.rollout import counts_of, enough_at, since, values_of
 from papaya.messages.storage import (
     DELETED,
     EVENTS,
@@ -550,6 +550,7 @@ def _rollout_view(
         baseline=rollout.baseline,
         baseline_version=rollout.baseline_version,
         values=tuple(values),
+        good=sum(version > enough_at(rollout) for version, _ in values),
         counts=since(rollout, counts_of(endings)) if is_running else ArmCounts(),
     )
 

@@ -269,6 +269,8 @@ class RolloutView(Struct, frozen=True, kw_only=True):
     baseline_version: int
     values: tuple[tuple[int, float], ...] = ()
     """Evaluated versions and the metric there."""
+    good: int = 0
+    """Evaluations after the step had its updates."""
     counts: ArmCounts = ArmCounts()
 
 

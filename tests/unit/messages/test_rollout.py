@@ -60,6 +60,7 @@ def a_rollout(step: int = 0, **plan: Any) -> RolloutRow:
         counts=ArmCounts(counted=100, others_counted=500),
         baseline=0.8,
         baseline_version=9,
+        updated_at=10,
         step=step,
     )
 
@@ -89,8 +90,17 @@ def verdict(
 def test_it_goes_on_after_enough_evaluations_and_updates() -> None:
     assert verdict(a_rollout(), 0.79, 0.81) == "go_on: accuracy 0.81"
     assert verdict(a_rollout(), 0.79, None) == "", "one evaluation is missing"
-    assert verdict(a_rollout(), 0.79, 0.81, counted=9) == "", "one update is missing"
-    assert verdict(a_rollout(step=1), 0.79, 0.81, counted=0) == "go_on: accuracy 0.81"
+    assert verdict(a_rollout(step=1), 0.79, 0.81) == "go_on: accuracy 0.81"
+
+
+def test_evaluations_from_before_its_updates_count_against_it_only() -> None:
+    """A version may have been made before any update under the candidate was counted."""
+    waiting = structs.replace(a_rollout(), updated_at=None)
+    assert verdict(waiting, 0.9, 0.9, counted=9) == ""
+    assert verdict(waiting, 0.7, counted=0).startswith("roll_back")
+    later = structs.replace(a_rollout(), updated_at=12)
+    assert verdict(later, 0.9, 0.9, 0.9) == "", "only the third is of a version after 12"
+    assert verdict(later, 0.9, 0.9, 0.9, 0.9) == "go_on: accuracy 0.9"
 
 
 @pytest.mark.parametrize("bad", [0.77, float("nan"), float("-inf")])
@@ -131,8 +141,8 @@ def test_a_step_that_gets_no_answer_in_time_is_rolled_back() -> None:
     late = 2 * 3600.0
     assert verdict(a_rollout(), 0.9, now=late - 1, counted=3) == ""
     found = verdict(a_rollout(), 0.9, now=late, counted=3)
-    assert found == "roll_back: a step took 2 h: 1 of 2 evaluations, 3 of 10 updates"
-    assert verdict(a_rollout(step=1), now=late).endswith("0 of 2 evaluations")
+    assert found == "roll_back: a step took 2 h: 3 of 10 updates, then 1 of 2 evaluations"
+    assert verdict(a_rollout(step=1), now=late).endswith("then 0 of 2 evaluations")
 
 
 def test_endings_are_divided_between_the_two_revisions() -> None:

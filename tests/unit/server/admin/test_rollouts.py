@@ -137,7 +137,12 @@ def test_a_good_candidate_reaches_all_devices_step_by_step(tmp_path: Path) -> No
         assert own.seq() == 1, "the holder reads the candidate"
         await own.turn()
         assert (await own.view()).share == 0.2, "nothing was measured yet"
+        own.version(5, loss=1.05)
         own.ended(counted=20, candidate_counted=5)
+        await own.turn()
+        assert own.rollout().updated_at == 5
+        await own.turn()
+        assert (await own.view()).share == 0.2, "version 5 may have no update of the candidate"
         own.version(6, loss=1.05)
         await own.turn()
         row = own.row()
@@ -145,6 +150,8 @@ def test_a_good_candidate_reaches_all_devices_step_by_step(tmp_path: Path) -> No
         assert row.config.training_timeout_s == 9.0
         assert len(row.earlier) == 1, "clients of the revision before may finish"
         assert (await own.view()).state == "running", "with all devices it is watched again"
+        own.ended(counted=30, candidate_counted=5)
+        await own.turn()
         own.version(11, loss=1.05)
         await own.turn()
         assert (await own.view()).state == "finished"
@@ -163,8 +170,10 @@ def test_a_bad_evaluation_restores_settings_and_model(tmp_path: Path, after_a_st
         await own.begin()
         if after_a_step:
             own.ended(counted=20, candidate_counted=5)
+            await own.turn()
             own.version(2, loss=1.0)
             await own.turn()
+            assert own.row().revision == 2
         own.version(3, loss=1.2)
         own.version(4)
         await own.turn()
