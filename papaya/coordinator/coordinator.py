@@ -678,7 +678,12 @@ class Coordinator:
         self._moved_because[task] = (old.seq + 1, why)
         new = FenceRow(old.seq + 1, to, self.fleet.aggregators[to].boot)
         transaction = Transaction(
-            require=((EPOCH_KEY, EpochRow(self.leadership.epoch)), (fence_key(task), old)),
+            require=(
+                (EPOCH_KEY, EpochRow(self.leadership.epoch)),
+                (fence_key(task), old),
+                # A stop that this leader has not read yet: it released only the tasks of its time.
+                (MAINTENANCE_KEY, self.maintenance),
+            ),
             put=((fence_key(task), new),),
         )
         return self._transact(transaction, (task, new))

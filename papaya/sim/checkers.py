@@ -40,6 +40,7 @@ from papaya.messages.participation import (
 )
 from papaya.messages.selection import Accepted, Rejected
 from papaya.messages.storage import (
+    MAINTENANCE_KEY,
     ConsumedRow,
     FenceRow,
     LeaderRow,
@@ -366,8 +367,11 @@ class Auditor(Observer):
                 demand(row.config.task not in self.books, f"{key} is used a second time")
                 self.books[row.config.task] = TaskBooks(row.config)
                 self._secure.watch(row.config)
+                self._check_candidate(row, None)
             case TaskRow() if row.config != self.books[row.config.task].config:
                 self._check_revision(row, before[key])
+            case TaskRow():
+                self._check_candidate(row, before[key])
             case FenceRow():
                 self._check_fence(key, row, before.get(key))
             case LeaderRow():
@@ -395,12 +399,31 @@ class Auditor(Observer):
         assert isinstance(old, TaskRow)
         books, task = self.books[row.config.task], row.config.task
         demand(row.earlier[0].config == old.config, f"{task} forgot the settings of its clients")
-        demand(row.config.manifest not in books.terms, f"{task} has two revisions of one digest")
+        is_candidate = old.candidate is not None and old.candidate.config == row.config
+        demand(
+            is_candidate or row.config.manifest not in books.terms,
+            f"{task} has two revisions of one digest",
+        )
+        self._check_released(task)
+        books.config = books.terms[row.config.manifest] = row.config
+        self._secure.watch(row.config)
+
+    def _check_candidate(self, row: TaskRow, old: Row | None) -> None:
+        """The holder must learn of a candidate before a client joins under it."""
+        if row.candidate is None:
+            return
+        task, config = row.config.task, row.candidate.config
+        demand(not config.is_bound, f"{task} has two revisions and bound buffers")
+        books = self.books[task]
+        if isinstance(old, TaskRow) and old.candidate is None:
+            demand(config.manifest not in books.terms, f"{task} has two revisions of one digest")
+            self._check_released(task)
+        books.terms[config.manifest] = config
+
+    def _check_released(self, task: TaskId) -> None:
         fence = self.state.rows[fence_key(task)]
         assert isinstance(fence, FenceRow)
         demand(not fence.aggregator, f"{task} was revised, but {fence.aggregator} still holds it")
-        books.config = books.terms[row.config.manifest] = row.config
-        self._secure.watch(row.config)
 
     def _check_pinned(self, writer: Writer, key: str, row: VersionRow, old: Row) -> None:
         """All that an owner changes about a version is how long it is kept."""
@@ -413,6 +436,9 @@ class Auditor(Observer):
     def _check_fence(self, key: str, row: FenceRow, old: Row | None) -> None:
         if isinstance(old, FenceRow):
             demand(row.seq == old.seq + 1, f"{key} went from {old.seq} to {row.seq}")
+        under = self.state.rows.get(MAINTENANCE_KEY)
+        is_stopped = isinstance(under, MaintenanceRow) and under.is_stopped
+        demand(not (is_stopped and row.aggregator), f"{key} was placed while training is stopped")
 
     def _check_holder(self, writer: Writer, task: TaskId) -> None:
         fence = self.state.rows[fence_key(task)]

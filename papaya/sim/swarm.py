@@ -41,9 +41,10 @@ from papaya.sim.cluster import Cluster, ClusterConfig, DeviceKind
 from papaya.sim.devices import SimulatedDevice
 from papaya.sim.evaluations import EvaluationOwner, evaluation_upload_bytes
 from papaya.sim.faults import Faults, Hostile
+from papaya.sim.maintenance import MaintenanceOperator
 from papaya.sim.network import NetworkConfig
 from papaya.sim.population import PopulationConfig
-from papaya.sim.revisions import RevisionOwner, signed
+from papaya.sim.revisions import RevisionOwner, RolloutOwner, signed
 from papaya.sim.storage import StorageConfig
 
 _LABELS = ("red", "green", "blue")
@@ -103,6 +104,9 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
     revises = revisions.random() < 0.5
     if revises:
         config = structs.replace(config, tasks=tuple(signed(task, 0) for task in config.tasks))
+    rollouts, maintenance = Random(f"rollouts/{seed}"), Random(f"maintenance/{seed}")
+    rolls_out = revises and config.is_identified and rollouts.random() < 0.7
+    is_maintained = maintenance.random() < 0.3
     auditor, hostile = Auditor(_lies), Hostile()
     cluster = Cluster(config, seed, observers=(auditor, hostile), behaviour=SwarmBehaviour())
     failure = None
@@ -112,6 +116,10 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
                 EvaluationOwner(cluster, evaluations)
             if revises:
                 RevisionOwner(cluster, revisions, _faults_until(config))
+            if rolls_out:
+                RolloutOwner(cluster, rollouts, _faults_until(config))
+            if is_maintained:
+                MaintenanceOperator(cluster, maintenance, _faults_until(config))
             _run(cluster, auditor, hostile, rng, evaluates=evaluates)
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)

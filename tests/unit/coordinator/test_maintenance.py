@@ -10,8 +10,10 @@ from papaya.messages.storage import (
     Changed,
     FenceRow,
     MaintenanceRow,
+    Outcome,
     Transaction,
     fence_key,
+    submission,
 )
 from tests.unit.coordinator.builders import (
     H,
@@ -83,3 +85,26 @@ def test_a_task_that_nobody_held_is_not_told_as_released() -> None:
     office.store.apply(Transaction(put=((fence_key("words"), FenceRow(3, "", 0)),)))
     office.receive(Changed())
     assert office.events[before:] == []
+
+
+def test_a_task_that_is_submitted_during_a_stop_is_not_placed_by_a_leader_that_missed_it() -> None:
+    """The stop could not raise its fence: the task did not exist yet."""
+    office = a_served_office(a_task())
+    row = MaintenanceRow(office.now, 0.0, True, "admin", "")
+    put = ((MAINTENANCE_KEY, row), (fence_key("words"), FenceRow(2, "", 0)))
+    submitted = submission(a_task(task="late"), "late/0/p", "late/0/o", office.now)
+    real, held = office.store.apply, []
+
+    def stop_first(transaction: Transaction) -> Outcome:
+        """The stop is committed after the leader has read the rows, and before it places."""
+        if not held:
+            held.append(transaction)
+            real(Transaction(put=put))
+        return real(transaction)
+
+    office.store.apply(submitted)
+    office.store.apply = stop_first  # type: ignore[method-assign]
+    office.receive(Changed())
+    office.aggregator("agg-1")
+    assert held, "it tried to place the task"
+    assert office.fence("late") == FenceRow(0, "", 0)
