@@ -36,6 +36,8 @@ from papaya.cli.profiles import DEFAULT_PROFILE, Profile, load, profiles_file, s
 from papaya.cli.whoami import described
 from papaya.server.admin.views import AccountView
 
+_STDIN = Path("-")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoginOptions(FormatOptions):
@@ -63,7 +65,8 @@ def add_to(commands: Commands) -> None:
         type=Path,
         metavar="FILE",
         help=f"file with the token (default: ${TOKEN_VARIABLE} if it is set, else "
-        f"{DEFAULT_TOKEN_FILE} for {DEFAULT_URL}, else it is asked for, or read from stdin)",
+        f"{DEFAULT_TOKEN_FILE} for {DEFAULT_URL}, else it is asked for, or read from stdin); "
+        "- always does the latter",
     )
     parser.add_argument(
         "--ca",
@@ -94,8 +97,14 @@ def run(options: LoginOptions) -> int:
 
 
 def _token(options: LoginOptions) -> str:
+    is_asked = options.token_file == _STDIN
     is_local = options.url == DEFAULT_URL and DEFAULT_TOKEN_FILE.exists()
-    if options.token_file is not None or is_local or os.environ.get(TOKEN_VARIABLE):
+    is_given = options.token_file is not None or bool(os.environ.get(TOKEN_VARIABLE))
+    if not is_asked and (is_given or is_local):
+        if not is_given:
+            note(
+                f"using the token in {DEFAULT_TOKEN_FILE}; for another one: --token-file FILE or -"
+            )
         return given_token(options.token_file)
     typed = "typed text" if sys.stdin.isatty() else "stdin"
     given = getpass("Token: ") if sys.stdin.isatty() else sys.stdin.readline()

@@ -30,6 +30,7 @@ from papaya.messages.storage import (
     QUOTAS,
     TASKS,
     AccountRow,
+    Outcome,
     QuotaRow,
     Row,
     TaskRow,
@@ -55,6 +56,7 @@ ADMIN: Final = Caller("admin", "operator")
 PROVIDED: Final = "oidc:"  # begins the names of accounts of an identity provider
 _DAY_S = 86_400.0
 _TOKEN = re.compile(r"papaya-account\.([a-z0-9][a-z0-9_-]{0,31})\.[A-Za-z0-9_-]{43}")
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _PROVIDED_NAME = re.compile(r"oidc:[\x21-\x7e]{1,128}")
 _ATTEMPTS = 20
 
@@ -120,6 +122,12 @@ def _digest(token: str) -> bytes:
 
 async def add(service: AdminService, new: NewAccount, attempt: Attempt) -> AddedAccount:
     """Create an account. A name is used once: the tasks of a revoked account keep it."""
+    for what, given in [("name of an account", new.name), *(("prefix", p) for p in new.prefixes)]:
+        if _NAME.fullmatch(given) is None:
+            raise OperatorError(
+                f"invalid {what}: {given[:40]!r}",
+                hint="use 1 to 32 of a-z, 0-9, _ and -, beginning with a letter or a digit",
+            )
     if new.name == ADMIN.name:
         raise Conflict(f"{new.name} is the name of the token in admin.token", hint="use another")
     if (new.role == "owner") != bool(new.prefixes):
@@ -220,7 +228,7 @@ def _view(
         expires=row.expires,
         revoked=row.revoked,
         quota=QuotaLimits(limits.tasks, limits.concurrency, limits.model_length),
-        tasks=len(found),
+        tasks=_count(found),
         concurrency=sum(task.config.concurrency for task in found),
     )
 
@@ -234,15 +242,15 @@ def _quota(rows: Mapping[str, Row], name: str) -> QuotaRow | None:
 
 
 def _tasks_of(rows: Mapping[str, Row], name: str) -> list[TaskRow]:
-    """The tasks of an account that are not over. Evaluations are not counted."""
-    return [
-        row
-        for row in rows.values()
-        if isinstance(row, TaskRow)
-        and row.account == name
-        and not row.is_over
-        and row.config.evaluates is None
-    ]
+    """The tasks of an account that are not over, and evaluations of its tasks."""
+    found = [row for row in rows.values() if isinstance(row, TaskRow)]
+    own = {row.config.task for row in found if row.account == name}
+    return [row for row in found if not row.is_over and _trained(row.config) in own]
+
+
+def _trained(config: TaskConfig) -> TaskId:
+    """The task itself, or the task that it evaluates."""
+    return config.task if config.evaluates is None else config.evaluates.task
 
 
 async def write_within_quota(
@@ -257,9 +265,20 @@ async def write_within_quota(
 
     `replaces`: tasks that the change ends or gives a new configuration.
     """
+    outcome = await transact_within_quota(service, caller, config, change, attempt, replaces)
+    service.settle(outcome)
+
+
+async def transact_within_quota(
+    service: AdminService,
+    caller: Caller,
+    config: TaskConfig,
+    change: Transaction,
+    attempt: Attempt,
+    replaces: tuple[TaskId, ...] = (),
+) -> Outcome:
     if caller.role == "operator":
-        await service.write(change, attempt)
-        return
+        return await service.trail.transact(attempt, change)
     keys = (account_key(caller.name), quota_key(caller.name))
     before = None
     for _ in range(_ATTEMPTS):
@@ -271,9 +290,8 @@ async def write_within_quota(
         charge = charged(rows, caller, config, change, replaces)
         outcome = await service.trail.transact(attempt, charge)
         if outcome != "refused":
-            service.settle(outcome)
-            return
-    service.settle("refused")
+            return outcome
+    return "refused"
 
 
 def charged(
@@ -289,7 +307,7 @@ def charged(
     if isinstance(account, AccountRow) and account.revoked:
         raise Forbidden(f"account {name} was revoked", hint="ask an operator for another one")
     if quota is not None:
-        others = [row for row in _tasks_of(rows, name) if row.config.task not in replaces]
+        others = [row for row in _tasks_of(rows, name) if _trained(row.config) not in replaces]
         _check(name, quota, others, config)
     require = (*change.require, (account_key(name), account), (quota_key(name), quota))
     put = change.put
@@ -299,13 +317,22 @@ def charged(
     return Transaction(require, put, change.delete)
 
 
+def _count(rows: list[TaskRow]) -> int:
+    """Tasks, without their evaluations."""
+    return sum(row.config.evaluates is None for row in rows)
+
+
 def _check(name: str, quota: QuotaRow, others: list[TaskRow], config: TaskConfig) -> None:
     concurrency = config.concurrency + sum(row.config.concurrency for row in others)
-    for what, asked, limit, hint in (
-        ("tasks", len(others) + 1, quota.tasks, "cancel one first: papaya task list"),
-        ("concurrency", concurrency, quota.concurrency, "lower the concurrency of your tasks"),
-        ("model_length", config.model_length, quota.model_length, "train a smaller model"),
-    ):
+    hint = "lower the concurrency of your tasks, or wait for evaluations to end"
+    limits = [("concurrency", concurrency, quota.concurrency, hint)]
+    if config.evaluates is None:
+        tasks = _count(others) + 1
+        limits += [
+            ("tasks", tasks, quota.tasks, "cancel one first: papaya task list"),
+            ("model_length", config.model_length, quota.model_length, "train a smaller model"),
+        ]
+    for what, asked, limit, hint in limits:
         if limit is not None and asked > limit:
             raise Conflict(
                 f"{what} = {asked:,} would exceed the quota of {name}, {limit:,}",

@@ -2,8 +2,9 @@
 
 A change and its row are one transaction that requires the head of the trail. If another change was
 first, only the row is made anew: the change itself still requires the rows that it was made from.
-The trail grows by one row per change or refused attempt. `prune` deletes rows that were exported,
-and keeps the number and digest where the rest continues.
+The trail grows by one row per change or refused attempt; of one actor's refused attempts, at most
+20 in an hour and a process have a row, and the next row says how many had none. `prune` deletes
+rows that were exported, and keeps the number and digest where the rest continues.
 """
 
 from __future__ import annotations
@@ -38,6 +39,30 @@ logger = logging.getLogger("papaya.admin")
 
 _ATTEMPTS = 20
 _MAX_MADE = 100
+MAX_REFUSED_PER_HOUR = 20
+_HOUR_S = 3600.0
+_MAX_ACTORS = 1000
+
+
+class Refusals:
+    """Limits the rows of refused attempts: somebody with any token could add rows without end."""
+
+    def __init__(self) -> None:
+        # By actor: when the hour ends, and attempts in it with and without a row.
+        self._seen: dict[str, tuple[float, int, int]] = {}
+
+    def count(self, actor: str, now: float) -> int | None:
+        """None if this attempt gets no row; else how many of the actor before it got none."""
+        if len(self._seen) >= _MAX_ACTORS:
+            self._seen = {name: seen for name, seen in self._seen.items() if now < seen[0]}
+        ends, listed, unlisted = self._seen.get(actor, (now + _HOUR_S, 0, 0))
+        if now >= ends:
+            ends, listed = now + _HOUR_S, 0
+        if listed >= MAX_REFUSED_PER_HOUR:
+            self._seen[actor] = (ends, listed, unlisted + 1)
+            return None
+        self._seen[actor] = (ends, listed + 1, 0)
+        return unlisted
 
 
 class AuditTrail:
@@ -49,6 +74,7 @@ class AuditTrail:
         self._writing = asyncio.Lock()
         # The last changes that were made: what fails after one does not make it a refused one.
         self._made: deque[Attempt] = deque(maxlen=_MAX_MADE)
+        self._refusals = Refusals()
 
     async def transact(self, attempt: Attempt, change: Transaction, result: str = DONE) -> Outcome:
         """Commit a change with its row."""
@@ -72,7 +98,12 @@ class AuditTrail:
         if isinstance(error, Uncertain) or any(made is attempt for made in self._made):
             return
         problem = str(error) if isinstance(error, PapayaError) else "internal server error"
-        if await self.transact(attempt, Transaction(), f"refused: {problem}") != "committed":
+        unlisted = self._refusals.count(attempt.actor, self._now())
+        if unlisted is None:
+            log(ChangeRefused(attempt.actor, attempt.action, attempt.target, f"refused: {problem}"))
+            return
+        more = f"; {unlisted} more refused attempts before it have no row" if unlisted else ""
+        if await self.transact(attempt, Transaction(), f"refused: {problem}{more}") != "committed":
             logger.error("the audit trail has no row for the refused %s", attempt.action)
 
     async def page(self, after: int) -> AuditPage:

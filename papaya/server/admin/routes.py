@@ -43,7 +43,7 @@ from papaya.http.exchange import Exchange
 from papaya.http.routes import HttpRoute, Receiver
 from papaya.learning.frozen_file import MAX_FROZEN_BYTES
 from papaya.messages.audit_trail import Attempt
-from papaya.messages.storage import TaskState
+from papaya.messages.storage import Outcome, TaskRow, TaskState, Transaction
 from papaya.server.admin import accounts, bundles, maintenance, rollouts, submissions
 from papaya.server.admin.access import Begin, Caller, Gate, Identifies
 from papaya.server.admin.problems import AdminProblem, Forbidden, NotFound
@@ -130,7 +130,7 @@ class AdminRoutes:
             self._change("rollback", f"{_TASK}/rollback", RollBack, service.roll_back),
             self._change("mark", f"{_TASK}/mark", Mark, service.mark),
             self._change("share", f"{_TASK}/share", SetShare, service.set_share),
-            self._change("evaluate", f"{_TASK}/evaluate", Evaluate, service.evaluate),
+            self._change_for("evaluate", f"{_TASK}/evaluate", Evaluate, self._evaluate),
             self._change("delete", f"{_TASK}/delete", ChangeReason, self._delete),
             self._get(
                 f"{_TASK}/revisions",
@@ -227,6 +227,20 @@ class AdminRoutes:
 
     async def _submit(self, caller: Caller, _: str, new: NewTask, attempt: Attempt) -> object:
         return await submissions.submit(self._service, caller, new, attempt)
+
+    async def _evaluate(
+        self, caller: Caller, task: str, request: Evaluate, attempt: Attempt
+    ) -> object:
+        async def transact(change: Transaction) -> Outcome:
+            [config] = [
+                row.config
+                for _, row in change.put
+                if isinstance(row, TaskRow) and row.config.evaluates is not None
+            ]
+            service = self._service
+            return await accounts.transact_within_quota(service, caller, config, change, attempt)
+
+        return await self._service.evaluate(task, request, attempt, transact)
 
     async def _add_account(self, _: str, new: NewAccount, attempt: Attempt) -> object:
         return await accounts.add(self._service, new, attempt)

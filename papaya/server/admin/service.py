@@ -14,7 +14,7 @@ that has changed or a change that the current state does not allow (409), an inv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from papaya.messages.storage import (
     MaintenanceRow,
     ManifestRow,
     OptimizerRow,
+    Outcome,
     PointRow,
     RevokedRow,
     RolloutRow,
@@ -332,7 +333,14 @@ class AdminService:
         await self.write(Transaction(require=require, put=((key, share),)), attempt)
         return (await self.task(found.task)).task
 
-    async def evaluate(self, task: TaskId, request: Evaluate, attempt: Attempt) -> Started:
+    async def evaluate(
+        self,
+        task: TaskId,
+        request: Evaluate,
+        attempt: Attempt,
+        transact: Callable[[Transaction], Awaitable[Outcome]] | None = None,
+    ) -> Started:
+        """`transact`: writes the change and the attempt, if there are more conditions."""
         found = await self.rows(task)
         row = found.newest if request.version is None else _version(found, request.version)
         config = found.row.config
@@ -359,7 +367,7 @@ class AdminService:
                 hint=f"papaya task show {earlier}",
             )
         evaluation, outcome = await evaluations.start(
-            partial(self.trail.transact, attempt),
+            transact or partial(self.trail.transact, attempt),
             self.blobs,
             found.row,
             row,

@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 from msgspec import structs
 
@@ -29,6 +29,7 @@ from papaya.learning.evaluation import verdict
 from papaya.messages import owner
 from papaya.messages.base import TaskId
 from papaya.messages.events import EvaluationStarted, ServerEvent, TaskDataRemoved, TaskEnded
+from papaya.messages.rollout import enough_at
 from papaya.messages.storage import (
     DELETED,
     ROLLOUTS,
@@ -113,25 +114,29 @@ class Supervisor:
         for row in rows.values():
             with _one_error_at_a_time(f"task {row.config.task}"):
                 if row.config.task not in deleted:
-                    await self._look_after_any(row, rows)
-                    await self._look_after_rollout(row, found.get(rollout_key(row.config.task)))
+                    rollout = found.get(rollout_key(row.config.task))
+                    running = rollout if _is_running(rollout) else None
+                    await self._look_after_any(row, rows, running)
+                    if running is not None and self._judge_rollout is not None:
+                        await self._judge_rollout(row, running)
         for task, tombstone in deleted.items():
             with _one_error_at_a_time(f"deleted task {task}"):
                 await self._delete(task, tombstone, rows)
         with _one_error_at_a_time("the numbers of endings"):
             await self._count_endings({t: row for t, row in rows.items() if t not in deleted})
 
-    async def _look_after_any(self, row: TaskRow, rows: dict[TaskId, TaskRow]) -> None:
+    async def _look_after_any(
+        self, row: TaskRow, rows: dict[TaskId, TaskRow], rollout: RolloutRow | None
+    ) -> None:
         if row.config.evaluates is not None:
             await self._look_after_evaluation(row, rows.get(row.config.evaluates.task))
         elif not row.is_over or self._now() < row.ended + REMEMBER_S:
-            await self._look_after(row, evaluations.of(row.config.task, rows.values()))
+            own = evaluations.of(row.config.task, rows.values())
+            await self._look_after(row, own, rollout)
 
-    async def _look_after_rollout(self, row: TaskRow, rollout: Row | None) -> None:
-        if isinstance(rollout, RolloutRow) and rollout.state == "running" and self._judge_rollout:
-            await self._judge_rollout(row, rollout)
-
-    async def _look_after(self, row: TaskRow, own: list[TaskRow]) -> None:
+    async def _look_after(
+        self, row: TaskRow, own: list[TaskRow], rollout: RolloutRow | None
+    ) -> None:
         task = row.config.task
         found = await self._state.read((f"version/{task}/",))
         versions = {r.version: r for r in found.values() if isinstance(r, VersionRow)}
@@ -140,13 +145,15 @@ class Supervisor:
         if any(e.state == "completed" and not evaluations.has_result(e, points) for e in own):
             self._history.forget(task)  # another supervisor wrote it
         if row.state in ("running", "completed"):
-            await self._evaluate_if_due(row, own, versions)
+            await self._evaluate_if_due(row, own, versions, rollout)
         if not row.is_over:
             await self._complete_if_done(row, versions)
 
     # -- evaluations ------------------------------------------------------------------------
 
-    async def _evaluate_if_due(self, row: TaskRow, own: list[TaskRow], versions: Versions) -> None:
+    async def _evaluate_if_due(
+        self, row: TaskRow, own: list[TaskRow], versions: Versions, rollout: RolloutRow | None
+    ) -> None:
         plan = row.config.evaluation
         if plan is None or not versions or any(not e.is_over for e in own):
             return
@@ -160,6 +167,9 @@ class Supervisor:
         # Versions are read after `own`, so they show what another supervisor started since.
         tried += [version for version, found in versions.items() if found.evaluations]
         due = evaluations.due_version(plan, versions, tried, is_last=row.is_over)
+        if rollout is not None and (newest := max(versions)) > enough_at(rollout):
+            # It waits for evaluations of new versions, and the plan may be far behind.
+            due = None if newest in tried else newest
         if due is not None:
             config, outcome = await evaluations.start(
                 self._state.transact,
@@ -287,6 +297,10 @@ class Supervisor:
         if await self._state.transact(change) == "committed":
             log(event)
             self._changed()
+
+
+def _is_running(rollout: Row | None) -> TypeGuard[RolloutRow]:
+    return isinstance(rollout, RolloutRow) and rollout.state == "running"
 
 
 def _ended(row: TaskRow, state: TaskState, why: str) -> TaskEnded:

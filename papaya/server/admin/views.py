@@ -155,8 +155,7 @@ class PruneTrail(Struct, frozen=True):
     why: Why = ""
 
 
-AccountName = Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9_-]{0,31}\Z")]
-Prefix = Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9_-]{0,31}\Z")]
+AccountName = Annotated[str, Meta(max_length=128)]
 Limit = Annotated[int, Meta(ge=0, le=2**53)] | None
 
 
@@ -177,7 +176,7 @@ class NewAccount(Struct, frozen=True):
 
     name: AccountName
     role: AccountRole
-    prefixes: Annotated[tuple[Prefix, ...], Meta(max_length=32)] = ()
+    prefixes: Annotated[tuple[AccountName, ...], Meta(max_length=32)] = ()
     days: Annotated[float, Meta(gt=0, le=36_500)] | None = None
     quota: QuotaLimits = QuotaLimits()
     why: Why = ""

@@ -76,6 +76,24 @@ def test_a_token_on_stdin(server: AdminServer, monkeypatch: pytest.MonkeyPatch) 
     assert main(["login", server.url]) == 2
 
 
+def test_the_token_of_a_server_in_this_folder_is_used_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the folder of a server; whoever pipes another token in has to say so."""
+    Path("papaya-data").mkdir()
+    Path("papaya-data", "admin.token").write_text(TOKEN, encoding="ascii")
+    Path("papaya-data", "admin.token").chmod(0o600)
+    monkeypatch.setattr("sys.stdin", io.StringIO("too short\n"))
+    monkeypatch.setattr("papaya.cli.login.DEFAULT_URL", "http://127.0.0.1:1")
+    assert main(["login", "http://127.0.0.1:1"]) == 2
+    told = capsys.readouterr().err
+    assert "using the token in papaya-data/admin.token" in told
+    assert main(["login", "http://127.0.0.1:1", "--token-file", "-"]) == 2
+    told = capsys.readouterr().err
+    assert "using the token" not in told
+    assert "stdin" in told
+
+
 def test_options_and_environment_win_over_the_profile(
     server: AdminServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

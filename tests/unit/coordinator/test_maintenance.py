@@ -93,7 +93,7 @@ def test_a_task_that_is_submitted_during_a_stop_is_not_placed_by_a_leader_that_m
     row = MaintenanceRow(office.now, 0.0, True, "admin", "")
     put = ((MAINTENANCE_KEY, row), (fence_key("words"), FenceRow(2, "", 0)))
     submitted = submission(a_task(task="late"), "late/0/p", "late/0/o", office.now)
-    real, held = office.store.apply, []
+    real, held = office.store.apply, list[Transaction]()
 
     def stop_first(transaction: Transaction) -> Outcome:
         """The stop is committed after the leader has read the rows, and before it places."""

@@ -8,6 +8,7 @@ from papaya.machine import Read, Transact
 from papaya.messages.control import AggregatorOrders, Placement, Route, SelectorOrders
 from papaya.messages.storage import (
     EPOCH_KEY,
+    MAINTENANCE_KEY,
     EpochRow,
     FenceRow,
     LeaderRow,
@@ -73,6 +74,7 @@ def test_a_placement_requires_the_epoch_and_the_fence_that_it_replaces() -> None
     assert dict(transaction.require) == {
         EPOCH_KEY: EpochRow(1),
         fence_key("words"): FenceRow(1, "agg-1", 0),
+        MAINTENANCE_KEY: None,
     }
     assert transaction.put == ((fence_key("words"), FenceRow(2, "agg-2", 0)),)
 

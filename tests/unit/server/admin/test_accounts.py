@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from threading import Barrier, Thread
 
@@ -12,12 +13,21 @@ from msgspec import structs
 
 from papaya.credentials.token_files import Secret
 from papaya.errors import OperatorError
-from papaya.messages.storage import AccountRow, QuotaRow, account_key, quota_key
+from papaya.messages.owner import end_evaluation
+from papaya.messages.storage import (
+    AccountRow,
+    Outcome,
+    QuotaRow,
+    TaskRow,
+    Transaction,
+    account_key,
+    quota_key,
+)
 from papaya.server.admin import accounts
 from papaya.server.admin.access import Caller
 from papaya.server.admin.accounts import ADMIN, Identities
 from papaya.server.admin.problems import Conflict, Forbidden, NotFound
-from papaya.server.admin.views import NewAccount, QuotaLimits, RevokeAccount, SetQuota
+from papaya.server.admin.views import Evaluate, NewAccount, QuotaLimits, RevokeAccount, SetQuota
 from tests.unit.server.admin.builders import BY, TASK, System, a_system
 
 VISION = NewAccount("anna", "owner", ("vision-",), quota=QuotaLimits(2, 50, 6))
@@ -212,3 +222,51 @@ def test_an_account_of_a_provider_can_be_revoked_and_restored(tmp_path: Path) ->
             )
 
     run(tmp_path, test)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefixes", "problem"),
+    [
+        ("bad name", (), "invalid name of an account: 'bad name'"),
+        ("x" * 33, (), "invalid name of an account"),
+        ("anna", ("Vision/",), "invalid prefix: 'Vision/'"),
+    ],
+)
+def test_an_invalid_name_is_refused_in_words(
+    tmp_path: Path, name: str, prefixes: tuple[str, ...], problem: str
+) -> None:
+    async def test(system: System) -> None:
+        new = NewAccount(name, "owner" if prefixes else "viewer", prefixes)
+        with pytest.raises(OperatorError, match=problem) as refused:
+            await accounts.add(system.service, new, BY)
+        assert refused.value.hint.startswith("use 1 to 32 of a-z")
+
+    run(tmp_path, test)
+
+
+def test_evaluations_count_towards_the_concurrency_of_a_quota(tmp_path: Path) -> None:
+    async def test(system: System) -> None:
+        limits = QuotaLimits(tasks=1, concurrency=25)
+        await accounts.add(
+            system.service, NewAccount("anna", "owner", ("next-",), quota=limits), BY
+        )
+        owner = Caller("anna", "owner", ("next-",))
+        await system.submit(TASK, owner)
+        transact = partial(_as_charged, system, owner)
+        started = await system.service.evaluate("next-word", Evaluate(clients=3), BY, transact)
+        view = await accounts.whoami(system.state, owner)
+        assert (view.tasks, view.concurrency) == (1, 20 + 5), f"{started.task} has 1.5 x 3 clients"
+        row = system.store.read((f"task/{started.task}",))[f"task/{started.task}"]
+        assert isinstance(row, TaskRow)
+        system.change(end_evaluation(row, "cancelled", system.time, "over"))
+        with pytest.raises(Conflict, match="concurrency = 26 would exceed the quota of anna, 25"):
+            await system.service.evaluate("next-word", Evaluate(clients=4), BY, transact)
+
+    run(tmp_path, test)
+
+
+async def _as_charged(system: System, caller: Caller, change: Transaction) -> Outcome:
+    [config] = [
+        row.config for _, row in change.put if isinstance(row, TaskRow) and row.config.evaluates
+    ]
+    return await accounts.transact_within_quota(system.service, caller, config, change, BY)

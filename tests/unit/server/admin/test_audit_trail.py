@@ -25,7 +25,8 @@ from papaya.messages.audit_trail import (
     verify,
 )
 from papaya.messages.storage import Transaction, task_key
-from papaya.server.admin.problems import Conflict, NotFound, Uncertain
+from papaya.server.admin.audit_trail import MAX_REFUSED_PER_HOUR
+from papaya.server.admin.problems import Conflict, Forbidden, NotFound, Uncertain
 from papaya.server.admin.views import PruneTrail, RollBack
 from tests.unit.server.admin.builders import BY, System, a_system, because
 
@@ -241,5 +242,28 @@ def test_roll_back_writes_one_row_whatever_the_number_of_its_retries(tmp_path: P
         system.state.transact = busy  # type: ignore[method-assign, assignment]
         await system.service.roll_back("next-word", RollBack(0), PAUSE)
         assert len(await rows(system)) == 2
+
+    run(tmp_path, test)
+
+
+def test_refused_attempts_of_one_actor_are_bounded_and_summed_up(tmp_path: Path) -> None:
+    """Somebody with a viewer's token could fill the state store."""
+
+    async def test(system: System) -> None:
+        trail, problem = system.service.trail, Forbidden("a viewer may not do it", hint="")
+        viewer, other = Attempt("eve", "pause", "next-word"), Attempt("bob", "pause", "next-word")
+        for _ in range(3 * MAX_REFUSED_PER_HOUR):
+            await trail.refuse(viewer, problem)
+        await trail.refuse(other, problem)
+        found = [row.attempt.actor for row in await rows(system)]
+        assert (found.count("eve"), found.count("bob")) == (MAX_REFUSED_PER_HOUR, 1)
+        system.time += 3601
+        await trail.refuse(viewer, problem)
+        told = (await rows(system))[-1].result
+        assert told.endswith(
+            f"; {2 * MAX_REFUSED_PER_HOUR} more refused attempts before it have no row"
+        )
+        await trail.refuse(viewer, problem)
+        assert (await rows(system))[-1].result == "refused: a viewer may not do it"
 
     run(tmp_path, test)

@@ -274,3 +274,23 @@ def test_it_needs_identities_and_something_to_compare_with(tmp_path: Path) -> No
             await own.begin()
 
     rolling(tmp_path, test)
+
+
+def test_the_newest_version_is_evaluated_when_the_step_has_its_updates(tmp_path: Path) -> None:
+    """The plan is every five versions, and may be far behind."""
+
+    async def test(own: Rolling) -> None:
+        await own.begin()
+        own.version(2)
+        own.version(3)
+        await own.turn()
+        before = [t.task for t in await own.system.service.tasks() if t.evaluates]
+        assert not any(task.endswith("-eval-3") for task in before)
+        own.ended(counted=20, candidate_counted=5)
+        await own.turn()
+        own.version(4)
+        await own.turn()
+        evaluated = [t.evaluates for t in await own.system.service.tasks() if t.evaluates]
+        assert f"{own.task}@4" in evaluated
+
+    rolling(tmp_path, test)
