@@ -52,6 +52,12 @@ class Diverged(OperatorError):
     default_hint = "lower the clients' learning rate or optimizer.rate"
 
 
+class CannotCompile(OperatorError):
+    """A loss, a machine or a compiler with which training steps cannot be compiled."""
+
+    default_hint = "use --steps eager, which trains with PyTorch's own operators"
+
+
 class LostHistory(OperatorError):
     """Rows that were committed are gone, so what was acknowledged may be lost."""
 

@@ -179,7 +179,7 @@ def _plan(options: SweepOptions) -> Plan:
             raise OperatorError(f"--vary {name} is given twice", hint=f"--vary {name}=A,B,C")
         vary[name] = values
     return Plan(
-        workload=options.workload_spec(options.workload),
+        workload=options.workload_spec(options.workload, options.updates),
         vary=vary,
         regimes=options.regime,
         seeds=tuple(range(1, options.seeds + 1)),

@@ -17,8 +17,9 @@ from papaya.sim.device_traces import TraceFile, availabilities, capacities
 from papaya.sim.population import DEFAULT, PopulationConfig, with_traces
 
 if TYPE_CHECKING:
-    from papaya.study.workloads.registry import WorkloadSpec
+    from papaya.study.workloads.registry import Steps, WorkloadSpec
 
+_WORTH_COMPILING = 20_000  # client updates: eager steps take longer than a compilation
 _SETTINGS = tuple(
     field.name
     for field in structs.fields(PopulationConfig)
@@ -58,9 +59,13 @@ class DataOptions(PopulationOptions):
     seconds_per_example: float | None = None
     judges: int | None = None
     ray: str | None = None
+    steps: Steps = "auto"
 
-    def workload_spec(self, name: str) -> WorkloadSpec:
-        """Of a built-in workload, or of a task file with the given data."""
+    def workload_spec(self, name: str, updates: int) -> WorkloadSpec:
+        """Of a built-in workload, or of a task file with the given data.
+
+        `updates`: how many clients train in a run.
+        """
         from papaya.study.data.opening import parse_partition
         from papaya.study.workloads.registry import MOST_JUDGES, WorkloadSpec
 
@@ -77,7 +82,12 @@ class DataOptions(PopulationOptions):
             self.seconds_per_example,
             None if self.partition is None else parse_partition(self.partition),
             self.judges or MOST_JUDGES,
+            self._steps(updates),
         )
+
+    def _steps(self, updates: int) -> Steps:
+        is_worth_it = updates >= _WORTH_COMPILING and self.ray is None
+        return "eager" if self.steps == "auto" and not is_worth_it else self.steps
 
 
 def add_population(group: argparse._ArgumentGroup) -> None:
@@ -149,6 +159,13 @@ def add_data(group: argparse._ArgumentGroup) -> None:
         metavar="S",
         help="seconds per example on a median device (default: chosen so that training "
         "takes as long as in the built-in population)",
+    )
+    group.add_argument(
+        "--steps",
+        choices=("auto", "eager", "compiled"),
+        help="how clients train: with PyTorch's operators, with compiled code (faster, needs a C++ "
+        "compiler, rounds differently), or auto: compiled from "
+        f"{_WORTH_COMPILING:,} client updates on, if the task can be compiled",
     )
 
 

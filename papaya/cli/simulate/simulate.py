@@ -237,6 +237,7 @@ def run(options: SimulateOptions) -> int:
         "--client-rate": options.client_rate,
         "--server-rate": options.server_rate,
         "--training-processes": options.processes,
+        "--steps": None if options.steps == "auto" else options.steps,
         "--checkpoint-every": options.checkpoint_every,
         "--ray": options.ray,
     }

@@ -55,7 +55,8 @@ def run_task(options: SimulateOptions) -> int:
     )
 
     folder = make_folder(options.output)
-    prepared = prepare(options.workload_spec(str(options.task_file)), options.population_config())
+    spec = options.workload_spec(str(options.task_file), options.updates or _UPDATES)
+    prepared = prepare(spec, options.population_config())
     run = _run(options, prepared)
     note(prepared.about)
     seconds = prepared.population.execution_per_example_s

@@ -39,6 +39,7 @@ from papaya.learning.torch.module import (
     checked_loss,
     checked_loss_and_metrics,
     make_module,
+    seeded,
     tried_batch,
 )
 from papaya.learning.torch.parts import parts_of, set_batch_norms, values_of
@@ -95,8 +96,7 @@ class TorchEngine:
             client.steps(len(used)),
             self._parts.personal_parameters,
         )
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.manual_seed(seed)
+        with seeded(seed), torch.enable_grad():
             for batch in training_batches(used, client, seed, step_done):
                 set_batch_norms(self._module, len(batch))
                 loss = checked_loss(self.task, self._module, batch)
@@ -119,8 +119,7 @@ class TorchEngine:
         self._set(parameters)
         self._module.eval()
         sums = EvaluationSums(self.task.metric_bounds)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
+        with seeded(0), torch.no_grad():
             for batch in evaluation_batches(used, self.task.client, step_done):
                 sums.add(len(batch), *checked_loss_and_metrics(self.task, self._module, batch))
         return sums.vector(volume).tobytes()

@@ -14,7 +14,8 @@ that is neither a scalar nor one number for each example.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -58,6 +59,22 @@ def make_module(task: Task, seed: int = 0) -> torch.nn.Module:
     if task.frozen is not None:
         fill_frozen(module, Path(task.frozen))
     return module
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers on the CPU by this seed; the global generator is unchanged afterwards.
+
+    `torch.manual_seed` would also seed accelerators, and formats a traceback for each: half a
+    millisecond.
+    """
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def initial_parameters(task: Task, manifest: Manifest, seed: int) -> Vector:
@@ -116,7 +133,7 @@ def _check_personal(parts: ModuleParts) -> None:
 def tried_batch(task: Task, examples: Sequence[bytes]) -> Batch:
     """The result of the owner's `batch`. Global random generators are unchanged."""
     with torch.random.fork_rng(devices=[]):
-        return _batch(task, examples)
+        return read_batch(task, examples)
 
 
 def try_loss(task: Task, batch: Batch, examples: int) -> None:
@@ -126,7 +143,7 @@ def try_loss(task: Task, batch: Batch, examples: int) -> None:
     before = {name: value.clone() for name, value in frozen_tensors(module, changing).items()}
     set_batch_norms(module, examples)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        loss = _loss(task, module, batch, examples)
+        loss = batch_loss(task, module, batch, examples)
     if not torch.isfinite(loss):
         raise OperatorError(
             f"the loss of a fresh module is {loss.item()}",
@@ -158,15 +175,15 @@ def try_metrics(task: Task, batch: Batch, examples: int) -> None:
 
 def checked_loss(task: Task, module: torch.nn.Module, examples: Sequence[bytes]) -> torch.Tensor:
     """The loss of one batch, with its graph. No backward here: see papaya/device/fork_server.py."""
-    return _loss(task, module, _batch(task, examples), len(examples))
+    return batch_loss(task, module, read_batch(task, examples), len(examples))
 
 
 def checked_loss_and_metrics(
     task: Task, module: torch.nn.Module, examples: Sequence[bytes]
 ) -> tuple[float, list[float]]:
     """The means of the loss and of the metrics of one batch, without gradients."""
-    batch = _batch(task, examples)
-    loss = float(_loss(task, module, batch, len(examples)))
+    batch = read_batch(task, examples)
+    loss = float(batch_loss(task, module, batch, len(examples)))
     metrics = range(len(task.metrics))
     return loss, [_metric(task, i, module, batch, len(examples)) for i in metrics]
 
@@ -186,7 +203,8 @@ def _metric(task: Task, index: int, module: torch.nn.Module, batch: Batch, examp
     )
 
 
-def _batch(task: Task, examples: Sequence[bytes]) -> Batch:
+def read_batch(task: Task, examples: Sequence[bytes]) -> Batch:
+    """The tensors of these examples, by the owner's function or fields."""
     if not callable(task.batch):
         return tuple(torch.from_numpy(array) for array in read_fields(task.batch, examples))
     batch = task.batch(list(examples))
@@ -198,7 +216,8 @@ def _batch(task: Task, examples: Sequence[bytes]) -> Batch:
     return batch
 
 
-def _loss(task: Task, module: torch.nn.Module, batch: Batch, examples: int) -> torch.Tensor:
+def batch_loss(task: Task, module: torch.nn.Module, batch: Batch, examples: int) -> torch.Tensor:
+    """The owner's mean loss, with its graph."""
     loss = task.loss(module, *batch)
     is_loss = isinstance(loss, torch.Tensor) and loss.is_floating_point()
     if not is_loss or loss.shape not in ((), (examples,)):

@@ -14,14 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache, partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from msgspec import Struct, structs
 
 from papaya.config import OptimizerConfig, TaskConfig
-from papaya.errors import OperatorError
+from papaya.errors import CannotCompile, OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.entry_points import load_used
 from papaya.learning.parameters import Manifest
@@ -41,6 +42,9 @@ from papaya.study.workloads.language import (
 )
 from papaya.study.workloads.shipped_task import ShippedTask
 
+if TYPE_CHECKING:
+    from papaya.learning.torch.compiled_gradient import Library
+
 BUILT_IN: Final[dict[str, type[LanguageWorkload]]] = {
     "embedding": EmbeddingWorkload,
     "bigram": BigramWorkload,
@@ -52,7 +56,13 @@ _RATES: Final = Rates(
 _CONCURRENCY: Final = 130
 MOST_JUDGES: Final = 400
 _JUDGED_ON: Final = 32  # examples of a client: its loss weighs by its volume all the same
+_TRACED_EXAMPLES: Final = 8
 _JUDGE: Final = 131  # apart from the quantities of `Population` and of other workloads
+
+
+Steps: TypeAlias = Literal["eager", "compiled", "auto"]
+"""How the clients of a task file train: by PyTorch's operators, by compiled code
+(papaya/learning/torch/compiled_gradient.py), or by compiled code if this task can be compiled."""
 
 
 @runtime_checkable
@@ -74,6 +84,7 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
     seconds_per_example: float | None = None
     partition: Partition | None = None
     judges: int = MOST_JUDGES
+    steps: Steps = "eager"
 
     @property
     def is_built_in(self) -> bool:
@@ -209,12 +220,14 @@ def with_source(
     """A task file and examples from anywhere."""
     # Before anything is recorded: what fails on an example fails at once.
     loaded.try_on(source.training(0)[:1], f"the first example of client 0 of {source.name}")
+    library, steps = _library(spec.steps, loaded, source)
     task = loaded.config()
     load_used(task)
     most = min(task.max_examples, loaded.task.examples.limit or task.max_examples)
     return Prepared(
         spec=spec,
-        digest=f"{loaded.module_hash}/{source.digest}/{spec.judges}",
+        digest=f"{loaded.module_hash}/{source.digest}/{spec.judges}"
+        + ("" if library is None else "/compiled"),
         task=task,
         rates=Rates(
             client=loaded.task.client,
@@ -227,8 +240,8 @@ def with_source(
         population=_transferring(
             population_of(source, most, population, spec.seconds_per_example), task
         ),
-        make=partial(_torch, loaded, source, spec.judges),
-        about=f"{task.task}: {task.model_length:,} parameters; {described(source)}",
+        make=partial(_torch, loaded, source, spec.judges, library),
+        about=f"{task.task}: {task.model_length:,} parameters; {described(source)}; {steps}",
         manifest=loaded.manifest,
         source=source,
         loaded=loaded,
@@ -242,11 +255,37 @@ def _transferring(population: PopulationConfig, task: TaskConfig) -> PopulationC
     return structs.replace(population, transfer_kbit=2 * 32 * task.model_length / 1000)
 
 
+def _library(steps: Steps, loaded: LoadedTask, source: Source) -> tuple[Library | None, str]:
+    """The compiled gradient, if it is asked for, and what to tell about it."""
+    if steps == "eager":
+        return None, "eager steps"
+    from papaya.learning.executorch.shim import cache_folder
+    from papaya.learning.torch.compiled_gradient import compile_gradient  # imports torch
+
+    clients = (source.training(client) for client in range(len(source.volumes)))
+    examples = list(islice(chain.from_iterable(clients), _TRACED_EXAMPLES))
+    folder = cache_folder() / "gradients"
+    try:
+        return compile_gradient(loaded.task, examples, folder), "compiled steps"
+    except CannotCompile as error:
+        if steps == "compiled":
+            raise
+        return None, f"eager steps, because {error}"
+
+
 def _torch(
-    loaded: LoadedTask, source: Source, most: int, seed: int, processes: int, ray: str | None
+    loaded: LoadedTask,
+    source: Source,
+    most: int,
+    library: Library | None,
+    seed: int,
+    processes: int,
+    ray: str | None,
 ) -> Workload:
     from papaya.study.workloads.torch_task import TorchWorkload  # imports torch
 
+    if ray is not None and library is not None:
+        raise CannotCompile("compiled steps are code for this machine, not for a Ray cluster")
     clients = len(source.volumes)
 
     def examples_of(device: int, count: int) -> list[bytes]:
@@ -264,6 +303,7 @@ def _torch(
         seed=seed,
         processes=processes,
         ray=ray,
+        library=library,
     )
 
 

@@ -8,6 +8,9 @@ With `processes` above 1 workers are spawned, or with `ray` work on a cluster; e
 file itself (shipped_task.py). Examples are read here and sent as bytes, so the data source may be
 anything.
 
+With a `library` (papaya/learning/torch/compiled_gradient.py) steps use a compiled gradient: the
+same bits again in one process or in many, but not those of steps without it.
+
 If the task has personal tensors, each client of the data has its own. They change with each update
 that is trained, in the order in which updates are counted, and a judged client is judged with its
 own. So an update is a function of the client's earlier ones too.
@@ -40,6 +43,7 @@ from papaya.learning.definition import ClientSGD
 from papaya.learning.evaluation import summarize
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask
+from papaya.learning.torch.compiled_gradient import Library
 from papaya.learning.torch.engine import TorchEngine
 from papaya.sim.draws import Floats, Ints, splitmix64
 from papaya.sim.ray_jobs import RayPool
@@ -78,6 +82,7 @@ class TorchWorkload:
         seed: int = 0,
         processes: int = 1,
         ray: str | None = None,
+        library: Library | None = None,
     ) -> None:
         """`client_of`: whose data a device has; such devices share personal tensors."""
         self.loaded = loaded
@@ -88,7 +93,8 @@ class TorchWorkload:
         # The personal tensors of clients that have trained.
         self.device_states: dict[int, bytes] = {}
         self._order = splitmix64(seed, _ORDER)
-        self._trainer = _Trainer(loaded)
+        self._library = library
+        self._trainer = _Trainer(loaded, library)
         self._shipped = ShippedTask.of(loaded) if processes > 1 or ray is not None else None
         self._pool = _pool(processes, ray)
         self._processes = self._pool.workers if isinstance(self._pool, RayPool) else processes
@@ -149,7 +155,7 @@ class TorchWorkload:
     def _train(self, jobs: list[_Training], sgd: ClientSGD) -> tuple[Matrix, list[bytes]]:
         if self._pool is None or self._shipped is None:
             return self._trainer.train(jobs, sgd)
-        train = partial(_train, self._shipped, sgd)
+        train = partial(_train, self._shipped, self._library, sgd)
         parts = list(self._pool.map(train, _shares(jobs, self._processes)))
         updates = [updates for updates, _ in parts]
         states = [state for _, states in parts for state in states]
@@ -168,7 +174,7 @@ class TorchWorkload:
         examples = list(map(_Judged, self._held_out_examples, states))
         if self._pool is None or self._shipped is None:
             return self._trainer.results(parameters, examples)
-        judge = partial(_results, self._shipped, parameters)
+        judge = partial(_results, self._shipped, self._library, parameters)
         parts = self._pool.map(judge, _shares(examples, self._processes))
         return np.concatenate(list(parts))
 
@@ -223,8 +229,9 @@ class _Judged:
 class _Trainer:
     """The engine of one process, rebuilt when a sweep changes how clients train."""
 
-    def __init__(self, loaded: LoadedTask) -> None:
+    def __init__(self, loaded: LoadedTask, library: Library | None = None) -> None:
         self._loaded = loaded
+        self._library = library
         self._engine = TorchEngine(loaded)
         self._sgd: ClientSGD | None = None
 
@@ -238,7 +245,7 @@ class _Trainer:
             plain = structs.replace(
                 self._loaded.task, client=sgd, clip=None, privacy=None, secure_aggregation=None
             )
-            self._engine = TorchEngine(replace(self._loaded, task=plain))
+            self._engine = self._make(replace(self._loaded, task=plain))
             self._sgd = sgd
         updates = np.empty((len(jobs), self._loaded.manifest.length), FLOAT32)
         states = []
@@ -249,6 +256,13 @@ class _Trainer:
             row[:] = np.frombuffer(update, FLOAT32)
             states.append(self._engine.device_state)
         return updates, states
+
+    def _make(self, loaded: LoadedTask) -> TorchEngine:
+        if self._library is None:
+            return TorchEngine(loaded)
+        from papaya.learning.torch.compiled_engine import CompiledEngine  # imports a compiler
+
+        return CompiledEngine(loaded, self._library)
 
     def results(self, parameters: Vector, clients: Sequence[_Judged]) -> Floats:
         """A row for each client: its mean loss, then its mean of each metric."""
@@ -305,16 +319,18 @@ def _pool(processes: int, ray: str | None) -> ProcessPoolExecutor | RayPool | No
 
 
 @cache
-def _own(shipped: ShippedTask) -> _Trainer:
+def _own(shipped: ShippedTask, library: Library | None) -> _Trainer:
     """The trainer of a worker process."""
-    return _Trainer(shipped.load())
+    return _Trainer(shipped.load(), library)
 
 
 def _train(
-    shipped: ShippedTask, sgd: ClientSGD, jobs: list[_Training]
+    shipped: ShippedTask, library: Library | None, sgd: ClientSGD, jobs: list[_Training]
 ) -> tuple[Matrix, list[bytes]]:
-    return _own(shipped).train(jobs, sgd)
+    return _own(shipped, library).train(jobs, sgd)
 
 
-def _results(shipped: ShippedTask, parameters: Vector, clients: list[_Judged]) -> Floats:
-    return _own(shipped).results(parameters, clients)
+def _results(
+    shipped: ShippedTask, library: Library | None, parameters: Vector, clients: list[_Judged]
+) -> Floats:
+    return _own(shipped, library).results(parameters, clients)
