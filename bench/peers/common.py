@@ -1,14 +1,12 @@
-"""What all systems share: clients, first model, rounds, judge, and the dialogue with `run.py`.
+"""What all systems share: clients, first model, rounds, and the dialogue with `run.py`.
 
-    run.py  -> {"rounds": [2, 12]}        train these rounds
+    run.py  -> {"rounds": [2, 3]}          train these rounds
     system  <- {"cpu_s": 0.8, "wall_s": 0.81}
-    run.py  -> {"judge": true}
-    system  <- {"loss": 1.23}
+    run.py  -> {"save": "model.npz"}       write the trained parameters, by PyTorch's names
+    system  <- {}
 
-Lines of JSON on a system's standard input and output; the first line names its versions. A system
-gets `Data`, trains one cohort at a time and gives its parameters back in the layout of `SHAPES`,
-where the same numpy code judges all of them.
-Imports numpy and nothing else, so that every virtual environment can read it.
+Lines of JSON on a system's standard input and output; the first line names its versions. Imports
+numpy and nothing else, so that every virtual environment can read it.
 """
 
 from __future__ import annotations
@@ -26,15 +24,17 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
+MODELS = ("perceptron", "cnn", "transformer", "lora", "gru", "lstm")
 COHORT = 100
-COHORTS = 20  # ordinary ones: round r trains cohort r modulo this
+COHORTS = 6  # ordinary ones: round r trains cohort r modulo this
 BATCH = 32
-RATE = 1.0
-VOCABULARY, EMBEDDING, CELLS, STEPS = 100, 32, 64, 20
+RATES = {"perceptron": 0.1, "cnn": 0.1, "transformer": 0.3, "lora": 0.3, "gru": 1.0, "lstm": 1.0}
 
 _MEDIAN, _SIGMA, _CAP = 20, 1.2, 1500
-_HELD_OUT = 2_000
+_HELD_OUT = 1_000
 _SUCCESSORS = 8
+_WORDS, _STEPS, _CLASSES = 100, 20, 10  # as in torch_models.py, which these environments lack
+_SHAPES = {"perceptron": (64,), "cnn": (1, 28, 28)}
 
 
 class Data:
@@ -47,10 +47,15 @@ class Data:
     def __init__(self, path: Path) -> None:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
+        about = json.loads(arrays.pop("about").tobytes())
+        self.model: str = about["model"]
+        self.form: dict[str, Any] = about["form"]
+        self.rate = RATES[self.model]
         self.inputs, self.targets = arrays.pop("inputs"), arrays.pop("targets")
         self.offsets: Array = arrays.pop("offsets")
         self.held_out = arrays.pop("held_inputs"), arrays.pop("held_targets")
-        self.first_model = {name: arrays[name] for name in sorted(arrays)}
+        self.trained = {n[2:]: arrays[n] for n in arrays if n.startswith("t.")}
+        self.frozen = {n[2:]: arrays[n] for n in arrays if n.startswith("f.")}
 
     @property
     def clients(self) -> int:
@@ -66,15 +71,6 @@ class Data:
         start = BATCH + COHORT * ((number - 1) % COHORTS)
         return range(start, start + COHORT)
 
-    def loss(self, parameters: dict[str, Array]) -> float:
-        """Mean cross-entropy on data that no client has."""
-        wide = {name: value.astype(np.float64) for name, value in parameters.items()}
-        inputs, targets = self.held_out
-        scores = _forward(wide, inputs)
-        scores -= scores.max(axis=-1, keepdims=True)
-        chosen = np.take_along_axis(scores, targets[..., None].astype(np.int64), axis=-1)
-        return float((np.log(np.exp(scores).sum(axis=-1)) - chosen[..., 0]).mean())
-
 
 class System(Protocol):
     """A trainer and an aggregator: federated averaging, weighted by examples."""
@@ -85,26 +81,43 @@ class System(Protocol):
         """One round, finished when this returns: the next starts from its model."""
 
     def parameters(self) -> dict[str, Array]:
-        """The current model, in the layout and under the names of the first one."""
+        """The trained parameters of the current model, by PyTorch's names."""
 
 
-def write(folder: Path, seed: int) -> Path:
-    """The clients and the first model, drawn once for all systems."""
-    draw = np.random.default_rng(seed)
+def drawn_form(seed: int) -> dict[str, Any]:
+    """The perceptron of this seed."""
+    draw = np.random.default_rng([seed, 1])
+    return {
+        "depth": int(draw.integers(1, 5)),
+        "width": int(draw.integers(16, 129)),
+        "activation": str(draw.choice(["relu", "tanh", "sigmoid"])),
+    }
+
+
+def write(
+    path: Path, model: str, seed: int, trained: dict[str, Array], frozen: dict[str, Array]
+) -> Path:
+    """The clients, drawn once for all systems, and the first model."""
+    draw = np.random.default_rng([seed, MODELS.index(model)])
     volumes = _MEDIAN * np.exp(_SIGMA * draw.standard_normal(COHORTS * COHORT))
     examples = np.clip(np.rint(volumes), 1, _CAP).astype(np.int64)
     examples = np.concatenate([np.arange(1, BATCH + 1), examples])
     offsets = np.concatenate([[0], np.cumsum(examples)])
-    inputs, targets = _sentences(draw, int(offsets[-1]) + _HELD_OUT)
-    path = folder / "clients.npz"
+    count = int(offsets[-1]) + _HELD_OUT
+    make = _classified if model in _SHAPES else _sentences
+    inputs, targets = make(draw, count, _SHAPES.get(model, ()))
+    about = json.dumps({"model": model, "form": drawn_form(seed)}).encode()
     columns: dict[str, Any] = {
+        "about": np.frombuffer(about, np.uint8),
         "offsets": offsets,
         "inputs": inputs[:-_HELD_OUT],
         "targets": targets[:-_HELD_OUT],
         "held_inputs": inputs[-_HELD_OUT:],
         "held_targets": targets[-_HELD_OUT:],
     }
-    np.savez(path, **columns, **_first_model(draw))
+    columns |= {f"t.{name}": value for name, value in trained.items()}
+    columns |= {f"f.{name}": value for name, value in frozen.items()}
+    np.savez(path, **columns)
     return path
 
 
@@ -127,13 +140,13 @@ def serve(make: Callable[[Data], System]) -> None:
             "versions": system.versions,
             "set_up_s": round(ready_s - start_s, 2),
             "warm_up_s": round(warm_s - ready_s, 2),
-            "first_loss": round(data.loss(data.first_model), 6),
         }
     )
     for line in sys.stdin:
         asked = json.loads(line)
-        if "judge" in asked:
-            answer({"loss": data.loss(system.parameters())})
+        if "save" in asked:
+            np.savez(asked["save"], **system.parameters())  # type: ignore[arg-type]
+            answer({})
         else:
             answer(_timed(system, data, range(*asked["rounds"])))
 
@@ -145,52 +158,24 @@ def _timed(system: System, data: Data, rounds: range) -> dict[str, object]:
     return {"wall_s": time.perf_counter() - wall_s, "cpu_s": time.process_time() - cpu_s}
 
 
-def _sentences(draw: np.random.Generator, count: int) -> tuple[Array, Array]:
+def _classified(
+    draw: np.random.Generator, count: int, shape: tuple[int, ...]
+) -> tuple[Array, Array]:
+    """Noise around the middle of a class."""
+    middles = draw.standard_normal((_CLASSES, *shape)).astype(np.float32)
+    targets = draw.integers(0, _CLASSES, count).astype(np.int64)
+    noise = draw.standard_normal((count, *shape), dtype=np.float32)
+    return 0.3 * middles[targets] + noise, targets
+
+
+def _sentences(
+    draw: np.random.Generator, count: int, shape: tuple[int, ...]
+) -> tuple[Array, Array]:
     """A Markov chain: each word is followed by one of a few others, mostly by the first."""
-    followers = draw.integers(0, VOCABULARY, (VOCABULARY, _SUCCESSORS))
-    choices = np.minimum(draw.geometric(0.5, (count, STEPS)) - 1, _SUCCESSORS - 1)
-    words = np.empty((count, STEPS + 1), np.int32)
-    words[:, 0] = draw.integers(0, VOCABULARY, count)
-    for step in range(STEPS):
+    followers = draw.integers(0, _WORDS, (_WORDS, _SUCCESSORS))
+    choices = np.minimum(draw.geometric(0.5, (count, _STEPS)) - 1, _SUCCESSORS - 1)
+    words = np.empty((count, _STEPS + 1), np.int64)
+    words[:, 0] = draw.integers(0, _WORDS, count)
+    for step in range(_STEPS):
         words[:, step + 1] = followers[words[:, step], choices[:, step]]
     return np.ascontiguousarray(words[:, :-1]), np.ascontiguousarray(words[:, 1:])
-
-
-def _first_model(draw: np.random.Generator) -> dict[str, Any]:
-    """Uniform, within one over the root of a row's inputs; biases start at zero."""
-    arrays = {}
-    for name, shape in SHAPES.items():
-        bound = 1 / np.sqrt(shape[0])
-        drawn = draw.uniform(-bound, bound, shape) if len(shape) > 1 else np.zeros(shape)
-        arrays[name] = drawn.astype(np.float32)
-    return arrays
-
-
-# Gates in PyTorch's order (input, forget, cell, output) and with its two biases, both trained.
-SHAPES: dict[str, tuple[int, ...]] = {
-    "embedding": (VOCABULARY, EMBEDDING),
-    "input": (EMBEDDING, 4 * CELLS),
-    "recurrent": (CELLS, 4 * CELLS),
-    "input_bias": (4 * CELLS,),
-    "recurrent_bias": (4 * CELLS,),
-    "output": (CELLS, VOCABULARY),
-    "output_bias": (VOCABULARY,),
-}
-
-
-def _forward(p: dict[str, Array], inputs: Array) -> Array:
-    cell = hidden = np.zeros((len(inputs), CELLS))
-    scores = np.empty((*inputs.shape, VOCABULARY))
-    for step in range(STEPS):
-        gates = p["embedding"][inputs[:, step]] @ p["input"] + p["input_bias"]
-        gates += hidden @ p["recurrent"] + p["recurrent_bias"]
-        enter, forget, new, leave = np.split(gates, 4, axis=1)
-        cell = _sigmoid(forget) * cell + _sigmoid(enter) * np.tanh(new)
-        hidden = _sigmoid(leave) * np.tanh(cell)
-        scores[:, step] = hidden @ p["output"] + p["output_bias"]
-    return scores
-
-
-def _sigmoid(values: Array) -> Array:
-    result: Array = 1 / (1 + np.exp(-values))
-    return result

@@ -13,12 +13,12 @@ from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch
-from common import BATCH, RATE, Array, Data, serve
+from common import Array, Data, serve
 from flwr.client import NumPyClient
 from flwr.common import FitIns, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server.strategy import FedAvg
-from torch import Tensor, nn
-from torch_models import first_module, named, tensors
+from modules import PlainLoop, tensors, trained
+from torch import Tensor
 
 logging.getLogger("flwr").setLevel(logging.ERROR)
 
@@ -38,28 +38,16 @@ class Device(NumPyClient):
         return self._trainer.arrays(), len(self._inputs), {}
 
 
-class Trainer:
-    """A plain PyTorch loop."""
-
-    def __init__(self, data: Data) -> None:
-        self.module: nn.Module = first_module(data)
-        self._learnt = list(self.module.parameters())
-        self._optimizer = torch.optim.SGD(self._learnt, lr=RATE)
+class Trainer(PlainLoop):
+    """The tuned loop, which takes and gives arrays."""
 
     def load(self, arrays: list[Array]) -> None:
         with torch.no_grad():
-            for parameter, value in zip(self._learnt, arrays, strict=True):
+            for parameter, value in zip(self.learnt, arrays, strict=True):
                 parameter.copy_(torch.from_numpy(value))
 
     def arrays(self) -> list[Array]:
-        return [parameter.detach().numpy() for parameter in self._learnt]
-
-    def train(self, inputs: Tensor, targets: Tensor) -> None:
-        batches = zip(inputs.split(BATCH), targets.split(BATCH), strict=True)
-        for some_inputs, some_targets in batches:
-            self._optimizer.zero_grad()
-            self.module.loss(some_inputs, some_targets).backward()
-            self._optimizer.step()
+        return [parameter.detach().numpy() for parameter in self.learnt]
 
 
 class Flower:
@@ -68,7 +56,6 @@ class Flower:
     versions: ClassVar[dict[str, str]] = {name: version(name) for name in ("flwr", "torch")}
 
     def __init__(self, data: Data) -> None:
-        torch.set_num_threads(1)
         self._trainer = Trainer(data)
         self._clients = [Device(self._trainer, *pair).to_client() for pair in tensors(data)]
         self._strategy = FedAvg(inplace=True)
@@ -84,7 +71,7 @@ class Flower:
 
     def parameters(self) -> dict[str, Array]:
         self._trainer.load(parameters_to_ndarrays(self._parameters))
-        return named(self._trainer.module)
+        return trained(self._trainer.module)
 
 
 if __name__ == "__main__":

@@ -1,78 +1,112 @@
-"""Papaya's own trainer and aggregation: what `papaya.study.replay` does for a round.
+"""A user's task file in Papaya's simulator: what `papaya.study.replay` does for a round.
 
-The trainer is that of `papaya.study.workloads`, on one thread; weighted sum and step are the
-aggregator's. The updates of a cohort are checked together for NaN and infinity, where a server
-admits each by itself: the peers check nothing. Runs in the virtual environment of Papaya.
+Training is that of `TorchWorkload` with compiled steps: each client's examples are read from bytes
+and shuffled, as in a simulation, where the peers have tensors that were made before. Weighted sum
+and step are the aggregator's. Runs in the virtual environment of Papaya.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 from importlib.metadata import version
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from common import BATCH, RATE, SHAPES, Array, Data, serve
+import torch_models
+from common import BATCH, Array, Data, serve
 
 from papaya.config import OptimizerConfig
-from papaya.learning.definition import ClientSGD
-from papaya.learning.kernels import compiled
+from papaya.learning.kernels import fastest
 from papaya.learning.parameters import Vector
 from papaya.learning.server_optimizer import server_optimizer
+from papaya.learning.task import load_task
+from papaya.learning.torch.compiled_gradient import compile_gradient
 from papaya.learning.weighting import Admitted, Contribution, WeightedSum
-from papaya.study.workloads.lstm_trainers import LstmSizes, fastest
+from papaya.study.workloads.base import Clients
+from papaya.study.workloads.torch_task import TorchWorkload
 
-# PyTorch's layout, which Papaya keeps, has a row for each output; `common` has a column.
-_TURNED = ("output", "input", "recurrent")
+_TASK = """
+
+from papaya.learning.example_fields import Binary
+from papaya.learning.task import ClientSGD, Examples, Task
+
+task = Task(
+    name="peers",
+    model=lambda: make({model!r}, {form!r}),
+    loss=loss,
+    batch=({inputs}, {targets}),
+    examples=Examples("bench"),
+    client=ClientSGD(rate={rate!r}, batch_size={batch!r}),
+    concurrency=100,
+)
+"""
 
 
 class Papaya:
     """Federated averaging with the server's own arithmetic."""
 
     versions: ClassVar[dict[str, str]] = {
-        name: version(name) for name in ("papaya-fl", "numpy", "numba")
+        name: version(name) for name in ("papaya-fl", "torch", "numpy")
     }
 
     def __init__(self, data: Data) -> None:
-        # A sequence of 21 words is 20 inputs and 20 targets.
-        words = np.concatenate([data.inputs, data.targets[:, -1:]], axis=1)
-        self._tokens = np.ascontiguousarray(words, np.int32)
+        place = tempfile.TemporaryDirectory()
+        loaded = load_task(_task_file(data, Path(place.name)))
+        rows = zip(data.inputs, data.targets, strict=True)
+        self._examples = [inputs.tobytes() + targets.tobytes() for inputs, targets in rows]
         self._offsets = data.offsets
-        self._examples = np.diff(data.offsets).tolist()
-        self._trainer = fastest(LstmSizes())
-        self._sgd = ClientSGD(rate=RATE, batch_size=BATCH)
-        self._kernel = compiled()
+        self._sgd = loaded.task.client
+        steps = os.environ.get("PAPAYA_STEPS", "compiled")
+        library = None
+        if steps == "compiled":
+            library = compile_gradient(loaded.task, self._examples[:4], Path(place.name))
+        nobody = np.zeros(0, np.int64)
+        self._workload = TorchWorkload(
+            loaded, self._examples_of, Clients(nobody, nobody, nobody), library=library
+        )
         self._optimizer = server_optimizer(OptimizerConfig(kind="fedavg"))
-        pieces = [_turned(name, data.first_model[name]).ravel() for name in SHAPES]
-        self._model: Vector = np.concatenate(pieces)
+        self._manifest = loaded.manifest
+        self._model: Vector = loaded.manifest.flatten(data.trained)
         self._state = self._optimizer.initial_state(len(self._model))
 
     def train(self, cohort: range) -> None:
-        offsets = self._offsets[cohort.start : cohort.stop + 1]
-        start = np.zeros(len(cohort), np.int64)
-        tokens = self._tokens[offsets[0] : offsets[-1]]
-        updates = self._trainer.train([self._model], start, tokens, offsets - offsets[0], self._sgd)
-        if not np.isfinite(np.vecdot(updates, updates)).all():
-            raise FloatingPointError("an update is not finite")
+        device = np.arange(cohort.start, cohort.stop)
+        examples = np.diff(self._offsets[cohort.start : cohort.stop + 1])
+        clients = Clients(device, np.zeros_like(device), examples)
+        updates = self._workload.train([self._model], np.zeros_like(device), clients, self._sgd)
         members = [
-            Contribution(Admitted([row], 1.0), self._examples[client], 0)
-            for client, row in zip(cohort, updates, strict=True)
+            Contribution(Admitted([row], 1.0), n, 0)
+            for row, n in zip(updates, examples.tolist(), strict=True)
         ]
         total = WeightedSum.zero(len(self._model))
-        total.add_all(members, self._kernel)
+        total.add_all(members, fastest())
         self._model, self._state = self._optimizer.step(self._model, total.mean(), self._state)
 
     def parameters(self) -> dict[str, Array]:
-        found, at = {}, 0
-        for name, shape in SHAPES.items():
-            end = at + int(np.prod(shape))
-            piece = self._model[at:end]
-            found[name] = piece.reshape(shape[::-1]).T if name in _TURNED else piece.reshape(shape)
-            at = end
-        return found
+        return self._manifest.unflatten(self._model)
+
+    def _examples_of(self, device: int, count: int) -> list[bytes]:
+        start = int(self._offsets[device])
+        return self._examples[start : start + count]
 
 
-def _turned(name: str, value: Array) -> Array:
-    return value.T if name in _TURNED else value
+def _task_file(data: Data, folder: Path) -> Path:
+    shape, per_target = data.inputs.shape[1:], data.targets.shape[1:]
+    kind = "float32" if data.inputs.dtype == np.float32 else "int64"
+    end = data.inputs.dtype.itemsize * int(np.prod(shape))
+    text = Path(torch_models.__file__).read_text() + _TASK.format(
+        model=data.model,
+        form=data.form,
+        inputs=f"Binary({kind!r}, {shape!r})",
+        targets=f"Binary('int64', {per_target!r}, start={end})",
+        rate=data.rate,
+        batch=BATCH,
+    )
+    path = folder / "task.py"
+    path.write_text(text)
+    return path
 
 
 if __name__ == "__main__":

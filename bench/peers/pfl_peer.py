@@ -7,10 +7,12 @@ iteration at a time; evaluation is off after the first, which belongs to the war
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from common import BATCH, RATE, Array, Data, serve
+import torch_models
+from common import BATCH, Array, Data, serve
+from modules import first_module, tensors, trained
 from pfl.aggregate.simulate import SimulatedBackend
 from pfl.aggregate.weighting import WeightByDatapoints
 from pfl.algorithm.base import NNAlgorithmParams
@@ -19,9 +21,24 @@ from pfl.data.federated_dataset import FederatedDataset
 from pfl.data.pytorch import PyTorchTensorDataset
 from pfl.hyperparam import NNTrainHyperParams
 from pfl.model.pytorch import PyTorchModel
-from torch_models import first_module, named, tensors
+from torch import Tensor, nn
 
 _NEVER = 10**9
+
+
+class WithLoss(nn.Module):
+    """What pfl asks a module for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return torch_models.loss(self.module, inputs, targets)
+
+    def metrics(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+        """Never called in a round that counts."""
+        return {}
 
 
 class Pfl:
@@ -37,16 +54,17 @@ class Pfl:
             PyTorchTensorDataset(pair, user_id=str(user)) for user, pair in enumerate(tensors(data))
         ]
         dataset = FederatedDataset(users.__getitem__, lambda: next(self._cohort))
-        module = first_module(data)
+        module = WithLoss(first_module(data))
+        learnt = [value for value in module.parameters() if value.requires_grad]
         self._model = PyTorchModel(
             module,
             local_optimizer_create=torch.optim.SGD,
-            central_optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
+            central_optimizer=torch.optim.SGD(learnt, lr=1.0),
         )
         self._backend = SimulatedBackend(dataset, dataset, postprocessors=[WeightByDatapoints()])
         self._algorithm = FederatedAveraging()
         self._local = NNTrainHyperParams(
-            local_num_epochs=1, local_learning_rate=RATE, local_batch_size=BATCH
+            local_num_epochs=1, local_learning_rate=data.rate, local_batch_size=BATCH
         )
 
     def train(self, cohort: range) -> None:
@@ -66,7 +84,7 @@ class Pfl:
         )
 
     def parameters(self) -> dict[str, Array]:
-        return named(self._model.pytorch_model)
+        return trained(self._model.pytorch_model.module)
 
 
 if __name__ == "__main__":
