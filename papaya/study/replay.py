@@ -3,7 +3,9 @@
 The order of members, their weights, their staleness and their start versions are the trace's, the
 sum and the step are those of `papaya.learning`: no rule of the protocol is written here again. The
 members of one version are trained in one batch, each from the version that it had downloaded; a
-version is forgotten when the last member that starts from it has trained.
+version is forgotten when the last member that starts from it has trained. A trace that is still
+being recorded (followed_trace.py) does not tell which member that is: then versions are kept for as
+long as the maximum staleness allows.
 
 Refused: an update that the server would refuse (it would have counted another one instead), so a
 run that diverges ends here with what it learnt until then.
@@ -44,6 +46,7 @@ from papaya.learning.weighting import (
 )
 from papaya.sim.draws import Floats
 from papaya.study.checkpoint import Checkpoints, LearningState
+from papaya.study.followed_trace import FollowedTrace
 from papaya.study.trace import Trace
 from papaya.study.workloads.base import KeepsDeviceStates, Matrix, Quality, Workload
 
@@ -174,7 +177,7 @@ class Judging:
 
 
 def learn(
-    trace: Trace,
+    trace: Trace | FollowedTrace,
     workload: Workload,
     rates: Rates,
     *,
@@ -202,12 +205,13 @@ def learn(
     with judging.until_diverged():
         for version, parameters in learner.versions():
             if version in due:
+                known = trace.until(version)
                 judging.judge(
                     parameters,
                     version=version,
-                    seconds=float(trace.created_s[version]),
-                    updates=int(trace.first[version + 1]),
-                    trips=int(trace.trips[version]),
+                    seconds=float(known.created_s[version]),
+                    updates=int(known.first[version + 1]),
+                    trips=int(known.trips[version]),
                 )
                 if judged is not None and judging.diverged is None:
                     judged(version, parameters)
@@ -221,7 +225,9 @@ def learn(
 class _Learner:
     """The server's side of learning: every version in turn, from version 0 on."""
 
-    def __init__(self, trace: Trace, workload: Workload, rates: Rates, last: int) -> None:
+    def __init__(
+        self, trace: Trace | FollowedTrace, workload: Workload, rates: Rates, last: int
+    ) -> None:
         self.norms: list[float] = []
         self._trace = trace
         self._workload = workload
@@ -240,17 +246,25 @@ class _Learner:
         if self._version < 0:
             self._version, self._models = 0, {0: self._workload.initial(self._trace.seed)}
             yield 0, self._models[0]
-        last_use = _last_use(self._trace, self._last)
+        last_use = _last_use(self._trace, self._last) if isinstance(self._trace, Trace) else None
         for version in range(self._version + 1, self._last + 1):
-            updates = _train(self._trace, self._workload, self._rates, self._models, version)
-            step = _step(self._trace, self._task, version, updates, self.norms)
+            trace = self._trace.until(version)
+            updates = _train(trace, self._workload, self._rates, self._models, version)
+            step = _step(trace, self._task, version, updates, self.norms)
             parameters, self._state = self._optimizer.step(
                 self._models[version - 1], step, self._state
             )
             self._version, self._models[version] = version, parameters
-            for old in last_use.get(version, ()):
-                del self._models[old]
+            for old in self._unused(version, last_use):
+                self._models.pop(old, None)
             yield version, parameters
+
+    def _unused(self, version: int, last_use: dict[int, list[int]] | None) -> list[int]:
+        """Versions from which no client trains after this one."""
+        if last_use is not None:
+            return last_use.get(version, [])
+        oldest = version - self._trace.task.max_staleness
+        return [old for old in self._models if old < oldest]
 
     def state(self, judging: Judging) -> LearningState:
         return LearningState(

@@ -21,7 +21,7 @@ from msgspec import Struct, structs
 
 from papaya.config import Aggregation, Staleness, StopRule, TaskConfig, Weighting
 from papaya.config.checks import require
-from papaya.errors import OperatorError
+from papaya.errors import InvariantError, OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Vector
 from papaya.messages.selection import Capabilities
@@ -31,6 +31,7 @@ from papaya.sim.population import PopulationConfig
 from papaya.sim.report import RunReport
 from papaya.study.checkpoint import Checkpoints
 from papaya.study.fairness import Fairness, fairness
+from papaya.study.followed_trace import FollowedTrace
 from papaya.study.identity import digest
 from papaya.study.precision import Norms, Precision, norms_of, precision
 from papaya.study.replay import Curve, Rates, learn
@@ -78,8 +79,10 @@ class RecordingPlan(Struct, frozen=True, kw_only=True):
 
     def share_of(self, recorder: Recorder) -> float:
         """How much of it has been recorded."""
-        seconds = 3600 * self.hours + self.drain_s
-        return max(recorder.counted / self.updates, recorder.engine.now / seconds)
+        return self.share(recorder.counted, recorder.engine.now)
+
+    def share(self, counted: int, now_s: float) -> float:
+        return max(counted / self.updates, now_s / (3600 * self.hours + self.drain_s))
 
     @property
     def digest(self) -> str:
@@ -238,20 +241,25 @@ def fleet_of(report: RunReport) -> FleetSummary:
     )
 
 
-def clients_to_train(run: Run, trace: Trace) -> int:
+def clients_to_train(run: Run, trace: Trace | FollowedTrace) -> int:
     """All members of the versions that are learnt: a version is of K, however few are asked for."""
-    return int(trace.first[_last_version(run, trace) + 1])
+    last = _last_version(run, trace)
+    if isinstance(trace, FollowedTrace):
+        return last * trace.task.aggregation_goal
+    return int(trace.first[last + 1])
 
 
-def _last_version(run: Run, trace: Trace) -> int:
+def _last_version(run: Run, trace: Trace | FollowedTrace) -> int:
+    if isinstance(trace, FollowedTrace):
+        return min(math.ceil(run.updates / trace.task.aggregation_goal), trace.versions)
     enough = int(np.searchsorted(trace.first[1:], run.updates))
     return min(enough, trace.versions)
 
 
 def learn_run(
     run: Run,
-    trace: Trace,
-    fleet: FleetSummary,
+    trace: Trace | FollowedTrace,
+    fleet: FleetSummary | None,
     workload: Workload,
     progress: Callable[[int, int], None] | None = None,
     *,
@@ -259,8 +267,9 @@ def learn_run(
     checkpoints: Checkpoints | None = None,
 ) -> RunResult:
     """`progress` is called with the numbers of clients trained and versions judged so far,
-    `judged` with each judged version.
+    `judged` with each judged version. Of a trace that is still recorded, `fleet` is not known yet.
     """
+    last_version = _last_version(run, trace)
     watched = workload if progress is None else _Watched(workload, progress)
     curve = learn(
         trace,
@@ -268,7 +277,7 @@ def learn_run(
         run.rates,
         target=run.target,
         evaluations=run.evaluations,
-        until=_last_version(run, trace),
+        until=last_version,
         judged=judged,
         checkpoints=checkpoints,
     )
@@ -277,6 +286,12 @@ def learn_run(
             f"cannot evaluate version 0: {curve.diverged}",
             hint="the loss function returned a non-finite value; check it",
         )
+    if isinstance(trace, FollowedTrace):
+        trace, report = trace.whole()
+        fleet = fleet_of(report)
+        if (found := _last_version(run, trace)) != last_version:
+            raise InvariantError(f"version {last_version} was to be the last, not {found}")
+    assert fleet is not None
     reached = None if run.target is None else curve.reached(run.target)
     last = curve.points[-1]
     examples = np.minimum(trace.clients.examples, trace.task.max_examples)

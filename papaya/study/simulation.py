@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import csv
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from msgspec import structs
 from papaya.config.checks import require
 from papaya.errors import InvariantError, OperatorError
 from papaya.learning.checkpoint_files import encode_named
-from papaya.learning.parameters import Manifest, Vector
+from papaya.learning.parameters import FLOAT32, Manifest, Vector
 from papaya.sim.draws import Floats
 from papaya.sim.jobs import write_whole
 from papaya.sim.population import client_of
@@ -34,6 +35,7 @@ from papaya.sim.report import RunReport, regime_name
 from papaya.study.checkpoint import Checkpoints
 from papaya.study.data.opening import save_source
 from papaya.study.data.source import Memory, Source
+from papaya.study.followed_trace import FollowedTrace, can_follow, follow
 from papaya.study.lab import Recording
 from papaya.study.progress import plural
 from papaya.study.run import (
@@ -55,7 +57,7 @@ from papaya.study.sweep import (
     with_rates,
     with_setting,
 )
-from papaya.study.trace import Recorder, Trace
+from papaya.study.trace import Trace
 from papaya.study.workloads.base import Clients, Workload
 from papaya.study.workloads.registry import Prepared, WorkloadSpec
 
@@ -68,7 +70,11 @@ if TYPE_CHECKING:
 TellStage: TypeAlias = Callable[[str, float, str], None]
 """Called with what is done, which part of it from 0 to 1, and words."""
 
+Whole: TypeAlias = Callable[[], tuple[Trace, RunReport]]
+
 CHECKPOINT_S: Final = 30.0
+_FOLLOWED_UPDATES: Final = 20_000
+_FOLLOWED_BYTES: Final = 1 << 29
 _FIELDS: Final = ("all", "p75", "p99", "all_by_clients")
 _FILES: Final = ("report.json", "run.json", "curve.csv", "clients.csv", "model.safetensors")
 
@@ -275,9 +281,23 @@ def simulate_run(
     """Record and learn. Clients train in so many processes, or on the Ray cluster `ray`. `resume`
     is a folder for the trace and checkpoints.
     """
-    trace, report = _recorded(run, resume, tell)
+    with _recorded(run, prepared, resume, tell) as (trace, whole):
+        return _learnt(run, prepared, trace, whole, processes, ray, resume, checkpoint_s, tell)
+
+
+def _learnt(
+    run: Run,
+    prepared: Prepared,
+    recorded: Trace | FollowedTrace,
+    whole: Whole,
+    processes: int,
+    ray: str | None,
+    resume: Path | None,
+    checkpoint_s: float,
+    tell: TellStage,
+) -> SimulatedRun:
     kept: list[Vector] = []
-    total = max(1, clients_to_train(run, trace))
+    total = max(1, clients_to_train(run, recorded))
 
     def learns(trained: int, judged: int) -> None:
         evaluated = plural(judged, "version")
@@ -290,14 +310,15 @@ def simulate_run(
     with prepared.opened(run.recording_plan.seed, processes, ray) as workload:
         result = learn_run(
             run,
-            trace,
-            fleet_of(report),
+            recorded,
+            None if isinstance(recorded, FollowedTrace) else fleet_of(whole()[1]),
             workload,
             learns,
             judged=lambda version, parameters: kept.__setitem__(slice(None), [parameters]),
             checkpoints=checkpoints,
         )
         [parameters] = kept
+        trace, report = whole()
         table = clients_table(prepared.source, trace, result, workload, parameters)
     return SimulatedRun(result, report, parameters, table, prepared)
 
@@ -307,21 +328,43 @@ def forget(resume: Path) -> None:
     shutil.rmtree(resume, ignore_errors=True)
 
 
-def _recorded(run: Run, resume: Path | None, tell: TellStage) -> tuple[Trace, RunReport]:
+@contextmanager
+def _recorded(
+    run: Run, prepared: Prepared, resume: Path | None, tell: TellStage
+) -> Iterator[tuple[Trace | FollowedTrace, Whole]]:
+    """The recording, and who gives all of it. A long one goes on in another process meanwhile."""
     plan = run.recording_plan
+    recording = None
+    if resume is not None:
+        (resume / "traces").mkdir(parents=True, exist_ok=True)
+        recording = Recording(resume, plan)
+        if recording.is_there:
+            kept = recording
+            yield kept.trace, lambda: (kept.trace, kept.report)
+            return
 
-    def recorded(recorder: Recorder) -> None:
-        hours = recorder.engine.now / 3600
-        words = f"{recorder.counted:,} client updates, {hours:.1f} virtual hours"
-        tell("fleet", min(1.0, plan.share_of(recorder)), words)
+    def recorded(counted: int, now_s: float) -> None:
+        words = f"{counted:,} client updates, {now_s / 3600:.1f} virtual hours"
+        tell("fleet", min(1.0, plan.share(counted, now_s)), words)
 
-    if resume is None:
-        return record_plan(plan, recorded)
-    (resume / "traces").mkdir(parents=True, exist_ok=True)
-    recording = Recording(resume, plan)
-    if not recording.is_there:
-        recording.write(*record_plan(plan, recorded))
-    return recording.trace, recording.report
+    if _is_followed(plan, prepared):
+        # Learning tells how far it is; it cannot be further than the recording.
+        with follow(plan) as followed:
+            yield followed, followed.whole
+            if recording is not None:
+                recording.write(*followed.whole())
+        return
+    found = record_plan(plan, lambda recorder: recorded(recorder.counted, recorder.engine.now))
+    if recording is not None:
+        recording.write(*found)
+    yield found[0], lambda: found
+
+
+def _is_followed(plan: RecordingPlan, prepared: Prepared) -> bool:
+    """Whether another process is worth its start, and the versions in flight fit into memory."""
+    versions = plan.task.max_staleness + 2
+    kept_bytes = FLOAT32.itemsize * prepared.manifest.length * versions
+    return can_follow(plan) and plan.updates >= _FOLLOWED_UPDATES and kept_bytes <= _FOLLOWED_BYTES
 
 
 def clients_table(

@@ -75,6 +75,10 @@ class Trace:
         """How many were made after version 0."""
         return len(self.created_s) - 1
 
+    def until(self, version: int) -> Trace:
+        """The trace with at least this version: all of it is here."""
+        return self
+
     def members(self, version: int) -> slice:
         return slice(int(self.first[version]), int(self.first[version + 1]))
 
@@ -122,6 +126,35 @@ def _column(file: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:
     return column
 
 
+VERSION_KINDS = ("d", "q", "q")
+"""The columns of a recording's versions: created_s, trips, end of members."""
+MEMBER_KINDS = ("q", "q", "q", "q", "q", "d", "d")
+"""The columns of its members: device to examples, start, staleness, assigned_s, execution_s."""
+
+
+def trace_of(
+    config: ClusterConfig,
+    seed: int,
+    versions: list[npt.NDArray[Any]],
+    members: list[npt.NDArray[Any]],
+) -> Trace:
+    """Of the columns of a recording."""
+    created_s, trips, end = versions
+    device, participation, examples, start, staleness, assigned_s, execution_s = members
+    return Trace(
+        config=config,
+        seed=seed,
+        created_s=np.concatenate([[0.0], created_s]),
+        trips=np.concatenate([np.zeros(1, np.int64), trips]),
+        first=np.concatenate([np.zeros(2, np.int64), end]),
+        clients=Clients(device, participation, examples),
+        start=start,
+        staleness=staleness,
+        assigned_s=assigned_s,
+        execution_s=execution_s,
+    )
+
+
 class Recorder(Observer):
     """Writes down the counted updates of a cluster with one task."""
 
@@ -129,8 +162,8 @@ class Recorder(Observer):
         self._trained: dict[SessionId, tuple[Visit, float]] = {}  # and when it was assigned
         self._discarded = 0
         self._acknowledged: set[SessionId] = set()  # as counted, and in no version yet
-        self._versions = _Columns("d", "q", "q")  # created_s, trips, end of members
-        self._members = _Columns("q", "q", "q", "q", "q", "d", "d")
+        self._versions = _Columns(*VERSION_KINDS)
+        self._members = _Columns(*MEMBER_KINDS)
 
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)
@@ -172,23 +205,14 @@ class Recorder(Observer):
             self._trained.pop(joined.session, None)
 
     def trace(self) -> Trace:
-        config = self.cluster.config
-        created_s, trips, end = self._versions.arrays()
-        device, participation, examples, start, staleness, assigned_s, execution_s = (
-            self._members.arrays()
+        cluster = self.cluster
+        return trace_of(
+            cluster.config, cluster.seed, self._versions.arrays(), self._members.arrays()
         )
-        return Trace(
-            config=config,
-            seed=self.cluster.seed,
-            created_s=np.concatenate([[0.0], created_s]),
-            trips=np.concatenate([np.zeros(1, np.int64), trips]),
-            first=np.concatenate([np.zeros(2, np.int64), end]),
-            clients=Clients(device, participation, examples),
-            start=start,
-            staleness=staleness,
-            assigned_s=assigned_s,
-            execution_s=execution_s,
-        )
+
+    def since(self, versions: int, members: int) -> tuple[list[bytes], list[bytes]]:
+        """The columns of versions and of members from these rows on."""
+        return self._versions.tail(versions), self._members.tail(members)
 
     def on_transaction(
         self, writer: Writer, transaction: Transaction, before: dict[str, Row]
@@ -230,6 +254,9 @@ class _Columns:
 
     def arrays(self) -> list[npt.NDArray[Any]]:
         return [np.array(column) for column in self._columns]
+
+    def tail(self, start: int) -> list[bytes]:
+        return [column[start:].tobytes() for column in self._columns]
 
 
 def record(

@@ -1,0 +1,67 @@
+"""Learning along a trace while another process records it gives what learning afterwards gives."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+
+from papaya.config import AsyncFL, OptimizerConfig, SyncFL, TaskConfig
+from papaya.errors import InvariantError, OperatorError
+from papaya.learning.definition import ClientSGD
+from papaya.sim.population import PopulationConfig
+from papaya.study.followed_trace import FollowedTrace, follow
+from papaya.study.replay import Rates
+from papaya.study.run import (
+    RecordingPlan,
+    Run,
+    clients_to_train,
+    fleet_of,
+    learn_run,
+    record_plan,
+    recordable,
+)
+from papaya.study.trace import MOST_HOURS
+from papaya.study.workloads.language import BigramWorkload
+
+POPULATION = PopulationConfig(size=10_000)
+RATES = Rates(client=ClientSGD(rate=1.0), optimizer=OptimizerConfig(kind="fedadam", rate=0.01))
+
+
+def a_plan(regime: AsyncFL | SyncFL, hours: float = MOST_HOURS) -> RecordingPlan:
+    task = TaskConfig(task="followed", concurrency=60, model_length=4, regime=regime)
+    cluster = recordable(task, POPULATION)
+    return RecordingPlan(cluster=cluster, seed=3, updates=330, hours=hours)
+
+
+@pytest.mark.parametrize("regime", [AsyncFL(20), SyncFL(over_selection=0.3)])
+def test_learning_along_a_followed_trace_gives_the_same_run(regime: AsyncFL | SyncFL) -> None:
+    plan = a_plan(regime)
+    run = Run(recording_plan=plan, workload="bigram", data="", rates=RATES, updates=310)
+    trace, report = record_plan(plan)
+    workload = BigramWorkload(POPULATION)
+    expected = learn_run(run, trace, fleet_of(report), workload)
+    with follow(plan) as followed:
+        found = learn_run(run, followed, None, BigramWorkload(POPULATION))
+        whole, its_report = followed.whole()
+        assert clients_to_train(run, followed) == clients_to_train(run, trace)
+    assert found == expected
+    assert its_report == report
+    for name in ("created_s", "trips", "first", "start", "staleness", "execution_s"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(trace, name))
+    np.testing.assert_array_equal(whole.clients.device, trace.clients.device)
+
+
+def test_a_recording_that_ends_early_is_reported() -> None:
+    followed = FollowedTrace(a_plan(AsyncFL(20)))
+    followed.collect(io.BytesIO(), lambda followed: None)
+    with pytest.raises(OperatorError, match="ended early"):
+        followed.until(1)
+    with pytest.raises(OperatorError, match="ended early"):
+        followed.whole()
+
+
+def test_a_recording_of_hours_is_not_followed() -> None:
+    with pytest.raises(InvariantError, match="hours"), follow(a_plan(AsyncFL(20), hours=1.0)):
+        pass
