@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 
@@ -19,8 +20,8 @@ from papaya.store.clusters import open_state, read_cluster
 from papaya.store.postgresql import PostgresState
 from papaya.store.postgresql_session import connection_string
 from papaya.store.state import SqliteState
-from tests.postgresql import postgres
-from tests.system.tls import Authority
+from tests.postgresql import Postgres, postgres
+from tests.system.tls import Authority, Certificates
 
 SECRET = "correct-horse-battery"
 
@@ -182,6 +183,87 @@ def test_a_server_with_the_certificate_of_another_authority_is_refused(
     with a_server(answer) as port:
         query = f"sslmode=verify-full&sslrootcert={ours.authority}"
         refused(f"postgresql://u@127.0.0.1:{port}/d?{query}", said, "sslrootcert")
+
+
+@contextmanager
+def tls_before(server: Postgres, shown: Certificates) -> Iterator[int]:
+    """A port where the server speaks TLS. The one from PyPI is built without it."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(shown.certificate, shown.key)
+    listening = socket.create_server(("127.0.0.1", 0))
+    threads: list[Thread] = []
+
+    def begin(work: Callable[..., None], *given: socket.socket) -> None:
+        threads.append(Thread(target=work, args=given))
+        threads[-1].start()
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+    def serve(plain: socket.socket) -> None:
+        with plain, suppress(OSError):  # the client may refuse our certificate
+            assert plain.recv(8)[4:] == bytes.fromhex("04d2162f")  # the request for TLS
+            plain.sendall(b"S")
+            with (
+                context.wrap_socket(plain, server_side=True) as front,
+                socket.socket(socket.AF_UNIX) as back,
+            ):
+                back.connect(str(server.folder / ".s.PGSQL.5432"))
+                pumping = Thread(target=pump, args=(back, front))
+                pumping.start()
+                pump(front, back)
+                pumping.join()
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                begin(serve, listening.accept()[0])
+
+    begin(accept)
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+        for thread in threads:
+            thread.join(30)
+
+
+def test_state_over_tls(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    server = postgres()
+    with server.database() as name, tls_before(server, authority.issue("server")) as port:
+        query = f"sslmode=verify-full&sslrootcert={authority.file}"
+        url = f"postgresql://postgres@127.0.0.1:{port}/{name}?{query}"
+        with closing(PostgresState(url, "node")) as store:
+            assert store.transact(Transaction(put=(("a", EpochRow(1)),))) == "committed"
+            assert store.read(("a",)) == {"a": EpochRow(1)}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "age", "said"),
+    [
+        (("db.example",), timedelta(0), 'does not match host name "127.0.0.1"'),
+        (("127.0.0.1",), timedelta(days=200), "certificate verify failed"),
+    ],
+)
+def test_a_certificate_of_another_host_or_an_expired_one_is_refused(
+    tmp_path: Path, hosts: tuple[str, ...], age: timedelta, said: str
+) -> None:
+    authority = Authority(tmp_path)
+    server = postgres()
+    shown = authority.issue("server", hosts=hosts, age=age)
+    with server.database() as name, tls_before(server, shown) as port:
+        query = f"sslmode=verify-full&sslrootcert={authority.file}"
+        url = f"postgresql://postgres@127.0.0.1:{port}/{name}?{query}"
+        refused(url, said, "its name, its dates")
+        assert (
+            server.execute("SELECT tablename FROM pg_tables WHERE schemaname='public'", name) == []
+        )
 
 
 # -- the server -----------------------------------------------------------------------------------
