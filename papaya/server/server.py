@@ -70,6 +70,7 @@ from papaya.server.auth import guarded, verifier_for
 from papaya.server.boots import Boots
 from papaya.server.buffers import BufferPool
 from papaya.server.certificates import Certificates
+from papaya.server.cores import usable_cores
 from papaya.server.dashboard import dashboard_routes
 from papaya.server.device_api import Door, participation_routes
 from papaya.server.event_rows import EventRows
@@ -477,7 +478,7 @@ class Server:
 
     def _make_aggregator_host(self, machine: Aggregator, pool: BufferPool) -> AggregatorHost:
         shared, deployment = self._resources, self.deployment
-        threads = deployment.fold_threads or len(os.sched_getaffinity(0))
+        threads = deployment.fold_threads or usable_cores()
         workers = Workers(
             threaded_shards(threads, pool, self._tsa()),
             shared.blobs,
