@@ -27,6 +27,7 @@ from papaya.cli.output import (
     whole,
     writing,
 )
+from papaya.cli.simulate.options import add_ray
 from papaya.errors import OperatorError
 from papaya.study.experiments.reproduce import EXPERIMENTS, as_data, reproduce, verdicts
 from papaya.study.experiments.result import Result
@@ -43,6 +44,7 @@ class ReproduceOptions(FormatOptions):
     scale: str = "quick"
     seeds: int | None = None
     jobs: int = 2
+    ray: str | None = None
     data: str = LIBRARY_NAME
     output: Path = Path("runs/reproduce")
 
@@ -80,6 +82,7 @@ def add_to(commands: Commands) -> None:
         "library, a client per file), or none",
     )
     parser.add_argument("--jobs", type=whole(1), metavar="N", help="number of processes")
+    add_ray(parser, "do all runs")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for results")
     add_format(parser)
     bind(parser, ReproduceOptions, run)
@@ -110,6 +113,7 @@ def run(options: ReproduceOptions) -> int:
             list(seeds),
             folder,
             jobs=options.jobs,
+            ray=options.ray,
             corpus=corpus,
             tell=tell,
             ended=ended,

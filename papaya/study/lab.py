@@ -41,8 +41,9 @@ from papaya.study.workloads.base import Workload
 _NEARLY = 0.99  # all is done when all have ended, not before
 
 _Kind = Literal["traces", "runs"]
-Make: TypeAlias = Callable[[Run], Workload]
-"""The workload that a run names. It is called in other processes, so it has a name itself."""
+Make: TypeAlias = Callable[[Run, Path], Workload]
+"""The workload that a run names; the folder has the files that it needs. It is called in other
+processes, so it has a name itself."""
 
 
 class LabStep(NamedTuple):
@@ -91,7 +92,9 @@ class Recording:
 
 
 class Lab:
-    """`mapped` does the work (jobs.py), `make` makes workloads, `tell` is called with progress."""
+    """`mapped` does the work (jobs.py), `make` makes workloads, `tell` is called with progress.
+    `needs` names the files of the folder that the workload of a run reads.
+    """
 
     def __init__(
         self,
@@ -99,18 +102,20 @@ class Lab:
         mapped: Map,
         make: Make,
         tell: Callable[[LabStep], None] = lambda step: None,
+        needs: Callable[[Run], Sequence[str]] = lambda run: (),
     ) -> None:
         self.folder = folder
         self._mapped = mapped
         self._make = make
         self._tell = tell
+        self._needs = needs
         for part in (folder / "traces", folder / "runs"):
             part.mkdir(parents=True, exist_ok=True)
             take_away_parts(part)
 
     def workload(self, run: Run) -> Workload:
         """What this run learns."""
-        return self._make(run)
+        return self._make(run, self.folder)
 
     def record(self, plans: Iterable[RecordingPlan]) -> list[Recording]:
         """In the order in which they are asked for."""
@@ -134,7 +139,7 @@ class Lab:
         work = partial(_learn, code_digest(), self._make)
         files = SharedFiles(
             self.folder,
-            needs=lambda run: _recorded_files(run.recording_plan),
+            needs=lambda run: (*_recorded_files(run.recording_plan), *self._needs(run)),
             makes=lambda run: (_path(run),),
         )
         outcomes = self._do("runs", work, missing, len(found), files)
@@ -190,7 +195,7 @@ def _learn(code: str, make: Make, run: Run, *, folder: Path, tell: Tell) -> RunR
             run,
             recording.trace,
             fleet_of(recording.report),
-            make(run),
+            make(run, folder),
             lambda trained, judged: told(trained / total),
         )
         encoded = msgspec.json.encode(outcome)

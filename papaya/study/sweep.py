@@ -228,10 +228,10 @@ def sweep(
 def _maker(prepared: Prepared) -> Make:
     """For this process only: the data is not opened again."""
     made = lru_cache(maxsize=2)(lambda seed: prepared.make(seed, 1, None))
-    return lambda run: made(run.recording_plan.seed)
+    return lambda run, folder: made(run.recording_plan.seed)
 
 
-def _make(spec: WorkloadSpec, population: PopulationConfig, run: Run) -> Workload:
+def _make(spec: WorkloadSpec, population: PopulationConfig, run: Run, folder: Path) -> Workload:
     return _workload(spec, population, run.recording_plan.seed)
 
 

@@ -9,11 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 import papaya
 from papaya.sim.jobs import SharedFiles, mapping
+from papaya.study.experiments.reproduce import as_data, reproduce
+from tests.unit.study.experiments.test_reproduce import TOY, a_corpus
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]
@@ -110,6 +113,23 @@ def test_a_lost_worker_costs_only_its_own_run(cluster: str, tmp_path: Path) -> N
     }
     for item in range(6):
         assert (folder / f"made/{item}").read_bytes() == b"ab" * item
+
+
+def test_experiments_have_the_same_results_as_without_ray(cluster: str, tmp_path: Path) -> None:
+    """Also those of real text, whose corpus is sent to the workers."""
+    found = []
+    for folder, ray_address in (("here", None), ("there", cluster)):
+        results = reproduce(
+            ["training-curves"],
+            TOY,
+            [1],
+            tmp_path / folder,
+            jobs=1,
+            ray=ray_address,
+            corpus=a_corpus(),
+        )
+        found.append(msgspec.json.encode([as_data(result) for result in results]))
+    assert found[0] == found[1]
 
 
 def test_an_error_in_the_work_is_the_callers(cluster: str) -> None:

@@ -47,6 +47,7 @@ from papaya.study.experiments.runs import (
     LSTM_CLIENT,
     SUPPLY,
     Scale,
+    corpora_of,
     workload_of,
 )
 from papaya.study.identity import EXPERIMENTS as EXPERIMENT_CODE
@@ -116,6 +117,7 @@ def reproduce(
     folder: Path,
     *,
     jobs: int = 2,
+    ray: str | None = None,
     corpus: Corpus | None = None,
     tell: Callable[[LabStep], None] = lambda step: None,
     ended: Callable[[Result], None] = lambda result: None,
@@ -129,8 +131,8 @@ def reproduce(
     chosen = [one for key, one in EXPERIMENTS.items() if key in keys]
     made_of = digest(_Inputs(scale, tuple(seeds)), EXPERIMENT_CODE)
     results = []
-    with mapping(jobs) as mapped:
-        lab = Lab(folder, mapped, partial(workload_of, folder=folder), tell)
+    with mapping(jobs, ray) as mapped:
+        lab = Lab(folder, mapped, workload_of, tell, corpora_of)
         lab.record(plan for one in chosen for plan in one.plans(scale, seeds))
         for one in chosen:
             result = structs.replace(one.run(lab, scale, seeds), made_of=made_of)

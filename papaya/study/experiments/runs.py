@@ -42,7 +42,7 @@ from papaya.study.replay import EVALUATIONS, Curve, Point, Rates
 from papaya.study.run import UNBOUNDED, RecordingPlan, Run, RunResult
 from papaya.study.workloads.base import Workload
 from papaya.study.workloads.language import LanguageWorkload
-from papaya.study.workloads.paper import Dialect, Model, is_text, paper_workload
+from papaya.study.workloads.paper import Dialect, Model, corpus_file, is_text, paper_workload
 
 
 class Scale(Struct, frozen=True, kw_only=True):
@@ -201,11 +201,17 @@ def learning(
     )
 
 
-def workload_of(run: Run, *, folder: Path | None = None) -> Workload:
+def workload_of(run: Run, folder: Path | None = None) -> Workload:
     """`folder` is where corpora of real text are kept."""
     data, _, language = run.data.partition("/")
     population = run.recording_plan.cluster.population
     return paper_workload(run.workload, population, data, int(language), folder)
+
+
+def corpora_of(run: Run) -> tuple[str, ...]:
+    """The files with the real text of a run, in the folder of the lab."""
+    data = run.data.partition("/")[0]
+    return (corpus_file(data),) if is_text(data) else ()
 
 
 def name_of(data: str) -> str:

@@ -45,18 +45,19 @@ def is_text(data: str) -> bool:
 
 def keep_corpus(corpus: Corpus, folder: Path) -> None:
     """Where `paper_workload` finds it in any process."""
-    path = _path(folder, text_data(corpus))
+    path = folder / corpus_file(text_data(corpus))
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         corpus.save(path)
 
 
 def kept_corpus(folder: Path, data: str) -> Corpus:
-    return Corpus.load(_path(folder, data))
+    return Corpus.load(folder / corpus_file(data))
 
 
-def _path(folder: Path, data: str) -> Path:
-    return folder / "corpora" / f"{data}.npz"
+def corpus_file(data: str) -> str:
+    """Its name in the folder."""
+    return f"corpora/{data}.npz"
 
 
 @lru_cache(maxsize=64)

@@ -150,7 +150,7 @@ class ShippedWorkload:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def __call__(self, run: Run) -> Workload:
+    def __call__(self, run: Run, folder: Path) -> Workload:
         return _shipped(self, run.recording_plan.seed)
 
 

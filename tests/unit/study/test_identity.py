@@ -151,7 +151,7 @@ def test_a_process_of_other_code_refuses_to_work(
     outdated = iter(["as it was"])
     monkeypatch.setattr(lab, "code_digest", lambda: next(outdated, "as it is now"))
     with pytest.raises(OperatorError, match="Papaya's source code changed during the run"):
-        Lab(tmp_path, in_turn, lambda run: EmbeddingWorkload()).record([plan])
+        Lab(tmp_path, in_turn, lambda run, folder: EmbeddingWorkload()).record([plan])
     assert not list((tmp_path / "traces").iterdir())
 
 
@@ -159,7 +159,7 @@ def test_nothing_of_a_recording_stays_in_memory(tmp_path: Path) -> None:
     """A reproduction records dozens of runs in one process, each with a million devices."""
     gc.disable()
     try:
-        recorder = Lab(tmp_path, in_turn, lambda run: EmbeddingWorkload())
+        recorder = Lab(tmp_path, in_turn, lambda run, folder: EmbeddingWorkload())
         recorder.record([structs.replace(PLAN, updates=5)])
         assert not [each for each in gc.get_objects() if type(each) is Recorder]
     finally:
@@ -171,5 +171,7 @@ def test_equals_that_are_written_otherwise_are_all_recorded(tmp_path: Path) -> N
         RecordingPlan(cluster=a_cluster(SyncFL(share)), seed=1, updates=5) for share in (0, 0.0)
     )
     assert whole == broken
-    recordings = Lab(tmp_path, in_turn, lambda run: EmbeddingWorkload()).record([whole, broken])
+    recordings = Lab(tmp_path, in_turn, lambda run, folder: EmbeddingWorkload()).record(
+        [whole, broken]
+    )
     assert [recording.trace.versions > 0 for recording in recordings] == [True, True]

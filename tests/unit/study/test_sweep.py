@@ -200,7 +200,7 @@ def test_progress_is_a_share_of_the_work_and_grows_while_runs_go_on(
     """Of two recordings one is three times as long as the other, and goes first."""
     recording_plan, steps = runs_of(SMALL, prepared)[0].recording_plan, list[LabStep]()
     with mapping(jobs) as mapped:
-        lab = Lab(tmp_path, mapped, lambda run: prepared.make(1, 1, None), steps.append)
+        lab = Lab(tmp_path, mapped, lambda run, folder: prepared.make(1, 1, None), steps.append)
         lab.record(structs.replace(recording_plan, updates=updates) for updates in (300, 900))
     shares = [step.share for step in steps]
     assert shares == sorted(shares)
