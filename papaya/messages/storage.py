@@ -22,8 +22,10 @@ from papaya.messages.base import BlobKey, Boot, Message, NodeId, SessionId, Task
 
 # Formats of rows, tickets and messages between servers. A change that a process of the previous
 # version would misread or lose gets the next number, and is written only once `FormatRow` has it.
+# Format 2: tasks may have `privacy`. A process of format 1 would ignore it and add no noise.
 FIRST_FORMAT = 1
-FORMAT = 1
+PRIVATE_FORMAT = 2
+FORMAT = 2
 
 
 class Row(Struct, frozen=True, gc=False, tag=True):

@@ -5,6 +5,9 @@ newer ones write the older format until every process can read the newer one: ea
 boot row the newest format that it can read, and the leader raises the cluster's format by one when
 all processes have announced the next. From then on a process of the older version must not write:
 it would lose what it does not know. It does not start, or hands its tasks over and stops.
+
+A format on demand is raised by the transaction that first needs it, and not before: until then the
+older version can be installed again.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from papaya.messages.storage import (
     FIRST_FORMAT,
     FORMAT,
     FORMAT_KEY,
+    PRIVATE_FORMAT,
     BootRow,
     FormatRow,
     Row,
@@ -25,14 +29,17 @@ from papaya.messages.storage import (
     boot_key,
 )
 
+ON_DEMAND = frozenset({PRIVATE_FORMAT})
+
 
 class Formats:
     """Compares the cluster's format with the newest one that this process can read and write."""
 
     prefixes = (BOOTS, FORMAT_KEY)
 
-    def __init__(self, newest: int = FORMAT) -> None:
+    def __init__(self, newest: int = FORMAT, on_demand: frozenset[int] = ON_DEMAND) -> None:
         self._newest = newest
+        self._on_demand = on_demand
 
     def check(self, rows: Mapping[str, Row]) -> None:
         """Raises OperatorError if the cluster's format is newer than this process."""
@@ -48,14 +55,29 @@ class Formats:
 
         A node that starts again with an older version in the meantime makes the transaction fail.
         """
-        now = rows.get(FORMAT_KEY)
-        following = _format(now) + 1
+        following = _format(rows.get(FORMAT_KEY)) + 1
+        if following in self._on_demand:
+            return None
+        return self._raised_to(following, rows, nodes)
+
+    def with_private_tasks(
+        self, rows: Mapping[str, Row], nodes: Iterable[NodeId]
+    ) -> Transaction | None:
+        """What a transaction with a private task needs too; None if a node does not know them."""
+        if _format(rows.get(FORMAT_KEY)) >= PRIVATE_FORMAT:
+            return Transaction()
+        return self._raised_to(PRIVATE_FORMAT, rows, nodes)
+
+    def _raised_to(
+        self, wanted: int, rows: Mapping[str, Row], nodes: Iterable[NodeId]
+    ) -> Transaction | None:
         boots = [(boot_key(node), rows.get(boot_key(node))) for node in nodes]
         announced = (boot.format if isinstance(boot, BootRow) else 0 for _, boot in boots)
-        if following > min(self._newest, *announced):
+        if wanted > min((self._newest, *announced)):
             return None
         return Transaction(
-            require=((FORMAT_KEY, now), *boots), put=((FORMAT_KEY, FormatRow(following)),)
+            require=((FORMAT_KEY, rows.get(FORMAT_KEY)), *boots),
+            put=((FORMAT_KEY, FormatRow(wanted)),),
         )
 
 

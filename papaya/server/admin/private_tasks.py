@@ -1,21 +1,26 @@
 """What a private task needs from the servers; otherwise its guarantee would not hold.
 
 Refused: a private task in the clear if tokens do not identify devices, and any private task while
-servers of two versions run.
+servers of two versions run. The first private task raises the format of the cluster
+(`papaya/server/formats.py`), so that no server of an earlier version starts from then on.
 """
 
 from __future__ import annotations
 
 import papaya
 from papaya.config import TaskConfig
+from papaya.messages.storage import Transaction
 from papaya.server.admin.problems import Conflict
 from papaya.server.admin.service import AdminService
+from papaya.server.formats import Formats
 
 
-async def require_privacy(service: AdminService, config: TaskConfig) -> None:
-    """Raises Conflict if the servers cannot keep the promise of this task."""
+async def require_privacy(service: AdminService, config: TaskConfig) -> Transaction:
+    """What the transaction with this task needs too. Raises Conflict if the servers cannot keep the
+    promise of the task.
+    """
     if config.privacy is None:
-        return
+        return Transaction()
     # Without identities a device can be in one sum several times, which costs more than its ledger
     # charges. Under secure aggregation the TSA refuses it.
     if config.secure_aggregation is None and not service.identifies_devices:
@@ -40,3 +45,10 @@ async def require_one_version(service: AdminService, why: str) -> None:
             f"{others[0]} runs {theirs}, this server {papaya.__version__}: {why}",
             hint="finish the upgrade, then submit again: papaya status",
         )
+    rows = await service.state.read(Formats.prefixes)
+    found = Formats().with_private_tasks(rows, versions)
+    if found is None:
+        raise Conflict(
+            "a server does not know private tasks", hint="finish the upgrade: papaya status"
+        )
+    return found

@@ -73,7 +73,7 @@ async def submit(service: AdminService, caller: Caller, new: NewTask, attempt: A
         )
     evaluations.check_plan(config)
     _check_manifest(new)
-    await require_privacy(service, config)
+    private = await require_privacy(service, config)
     await require_server_methods(service, config)
     await _require_new(service, config.task)
     await _require_parameters(service, new)
@@ -97,6 +97,9 @@ async def submit(service: AdminService, caller: Caller, new: NewTask, attempt: A
             require=change.require + earlier.require,
             put=(*_signed(change, kept), *earlier.put, kept.revision_row(service.now())),
         )
+    change = structs.replace(
+        change, require=change.require + private.require, put=change.put + private.put
+    )
     if new.manifest:
         row = ManifestRow(new.manifest)
         change = structs.replace(change, put=(*change.put, (manifest_key(config.task), row)))

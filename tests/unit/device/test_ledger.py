@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -189,54 +186,3 @@ def test_a_window_shorter_than_the_retention_is_refused() -> None:
 def test_a_budget_that_cannot_be(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"budget.{field}"):
         PrivacyBudget(**{"epsilon": 1.0, "delta": 1e-7} | {field: value})
-
-
-KILLED = """
-import os, signal, sqlite3, sys
-from papaya.device.ledger import Allowance, Charge, PrivacyLedger
-from papaya.device.use_policy import PrivacyBudget
-
-path, left = sys.argv[1], int(sys.argv[2])
-ledger = PrivacyLedger(path)
-
-def die(*_):
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return 0
-
-ledger._file._database.set_progress_handler(die, 1)
-tag = ledger.tag(bytes(32), lambda size: b"t" * size)
-charge = Charge("keyboard", "", "next-word", "train", 1.0, 100)
-ledger.spend(charge, Allowance(PrivacyBudget(epsilon=50.0, delta=1e-7)), 1.7e9)
-ledger._file._database.set_progress_handler(None, 1)
-print("sent", flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.parametrize("steps", [0, 1, 5, 20, 40, 60, 80, 100, 120, 10_000])
-def test_what_was_sent_is_charged_wherever_the_process_is_killed(
-    tmp_path: Path, steps: int
-) -> None:
-    """SIGKILL after so many steps of the database, in the tag, the check or the charge."""
-    path = tmp_path / "device.db"
-    PrivacyLedger(path).close()
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(path), str(steps)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    was_sent = "sent" in done.stdout
-    with PrivacyLedger(path) as ledger:
-        spent = ledger.spent("keyboard")
-        assert sum(each.participations for each in spent) == (1 if was_sent else len(spent))
-        assert ledger.tag(bytes(32), os.urandom) is not None
-        if was_sent:
-            assert ledger.tag(bytes(32), os.urandom) == b"t" * 16
-    if steps in (0, 10_000):
-        assert was_sent == (steps == 10_000)

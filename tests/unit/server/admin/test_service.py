@@ -15,9 +15,13 @@ from papaya.config.checks import MAX_COUNT
 from papaya.errors import OperatorError
 from papaya.learning import parameters
 from papaya.messages.storage import (
+    FORMAT,
+    FORMAT_KEY,
+    PRIVATE_FORMAT,
     TASKS,
     BootRow,
     ConsumedRow,
+    FormatRow,
     Member,
     OptimizerRow,
     TaskRow,
@@ -34,6 +38,7 @@ from papaya.server.admin.accounts import ADMIN
 from papaya.server.admin.live import LiveTask
 from papaya.server.admin.problems import Conflict, NotFound, Uncertain
 from papaya.server.admin.views import Evaluate, Mark, NewTask, RollBack, SetShare
+from papaya.server.formats import Formats
 from tests.unit.server.admin.builders import BY, MANIFEST, TASK, System, a_system, because, encoded
 
 Test = Callable[[System], Awaitable[None]]
@@ -321,15 +326,21 @@ def test_a_private_task_waits_until_all_servers_run_one_version(tmp_path: Path) 
     )
 
     def server(version: str) -> Transaction:
-        return Transaction(put=((boot_key("aggregator"), BootRow(1, 1, version)),))
+        known = FORMAT if version else 1
+        return Transaction(put=((boot_key("aggregator"), BootRow(1, known, version)),))
 
     async def test(system: System) -> None:
         system.change(server(""))
         await system.submit(structs.replace(TASK, task="without"))
         with pytest.raises(Conflict, match=r"aggregator runs 0\.4\.0"):
             await system.submit(private)
+        assert FORMAT_KEY not in system.store.read((FORMAT_KEY,))
         system.change(server(papaya.__version__))
         await system.submit(private)
+        assert system.store.read((FORMAT_KEY,)) == {FORMAT_KEY: FormatRow(PRIVATE_FORMAT)}
+        # From now on a server of 0.4.0 does not start.
+        with pytest.raises(OperatorError, match="knows formats up to 1"):
+            Formats(newest=1).check(system.store.read(Formats.prefixes))
 
     run(tmp_path, test)
 
