@@ -16,13 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any
 
 import msgspec
 import numpy as np
 from msgspec import Struct, structs
 
-from papaya.config import Aggregation, OptimizerConfig, Staleness, TaskConfig, Weighting
+from papaya.aggregator.private_sum import noised_mean
+from papaya.config import Aggregation, OptimizerConfig, Privacy, Staleness, TaskConfig, Weighting
 from papaya.errors import Diverged, UpdateRefused
 from papaya.learning.aggregation_rules import (
     BufferMembers,
@@ -44,6 +46,7 @@ from papaya.learning.weighting import (
     clipped,
     counted_examples,
 )
+from papaya.secagg.noise import KEY_BYTES as NOISE_KEY_BYTES
 from papaya.sim.draws import Floats
 from papaya.study.checkpoint import Checkpoints, LearningState
 from papaya.study.followed_trace import FollowedTrace
@@ -65,6 +68,7 @@ class Rates(Struct, frozen=True):
     staleness: Staleness = Staleness()
     weighting: Weighting = Weighting()
     aggregation: Aggregation = Aggregation()
+    privacy: Privacy | None = None
 
     def task(self, recorded: TaskConfig) -> TaskConfig:
         """A recorded task, with these settings. A device reports what it has trained on, and the
@@ -74,10 +78,12 @@ class Rates(Struct, frozen=True):
             recorded,
             max_examples=min(self.client.max_examples, recorded.max_examples),
             clip=self.clip,
+            max_participations=None if self.privacy else recorded.max_participations,
             optimizer=self.optimizer,
             staleness=self.staleness,
             weighting=self.weighting,
             aggregation=self.aggregation,
+            privacy=self.privacy,
         )
 
 
@@ -319,7 +325,10 @@ def _step(
         return combined(task.aggregation, BufferMembers.of_matrix(weights, matrix))
     total = WeightedSum.zero(updates.shape[1])
     total.add_all(given, fastest())
-    return total.mean()
+    if task.privacy is None:
+        return total.mean()
+    key = sha256(f"noise/{trace.seed}/{version}".encode()).digest()[:NOISE_KEY_BYTES]
+    return noised_mean(task, total, len(given), key)
 
 
 def _admitted(updates: Matrix, lengths: Floats, clip: float | None) -> list[Admitted]:

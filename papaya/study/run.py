@@ -96,7 +96,8 @@ def require_target(loss: float | None) -> None:
 
 class Run(Struct, frozen=True, kw_only=True):
     """What is learnt along a recording, from at most so many counted updates (recording goes on to
-    the end of a minute). `data` names the model and its data by their content.
+    the end of a minute). `data` names the model and its data by their content. `copies`: as many
+    devices stand in place of each recorded one (`Trace.repeated`).
     """
 
     recording_plan: RecordingPlan
@@ -106,6 +107,7 @@ class Run(Struct, frozen=True, kw_only=True):
     updates: int = UNBOUNDED
     target: float | None = None
     evaluations: int = 100
+    copies: int = 1
 
     def __post_init__(self) -> None:
         require_target(self.target)
@@ -113,7 +115,7 @@ class Run(Struct, frozen=True, kw_only=True):
     @property
     def effort(self) -> float:
         """About how many updates are learnt from."""
-        return min(self.updates, self.recording_plan.effort)
+        return self.copies * min(self.updates, self.recording_plan.effort)
 
     @property
     def digest(self) -> str:
@@ -245,8 +247,8 @@ def clients_to_train(run: Run, trace: Trace | FollowedTrace) -> int:
     """All members of the versions that are learnt: a version is of K, however few are asked for."""
     last = _last_version(run, trace)
     if isinstance(trace, FollowedTrace):
-        return last * trace.task.aggregation_goal
-    return int(trace.first[last + 1])
+        return run.copies * last * trace.task.aggregation_goal
+    return run.copies * int(trace.first[last + 1])
 
 
 def _last_version(run: Run, trace: Trace | FollowedTrace) -> int:
@@ -254,6 +256,12 @@ def _last_version(run: Run, trace: Trace | FollowedTrace) -> int:
         return min(math.ceil(run.updates / trace.task.aggregation_goal), trace.versions)
     enough = int(np.searchsorted(trace.first[1:], run.updates))
     return min(enough, trace.versions)
+
+
+def _whole(trace: Trace | FollowedTrace) -> Trace:
+    if isinstance(trace, FollowedTrace):
+        raise InvariantError("a trace that is still recorded cannot be repeated")
+    return trace
 
 
 def learn_run(
@@ -272,7 +280,7 @@ def learn_run(
     last_version = _last_version(run, trace)
     watched = workload if progress is None else _Watched(workload, progress)
     curve = learn(
-        trace,
+        trace if run.copies == 1 else _whole(trace).repeated(run.copies),
         watched,
         run.rates,
         target=run.target,

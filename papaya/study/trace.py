@@ -15,7 +15,7 @@ import math
 import zipfile
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from papaya.study.workloads.base import Clients
 _STEP_S = 60.0
 _FORMAT = 1
 _MAX_SAMPLES = 1200
+_COPY_SHIFT = 40  # of the number of a device: more than a population has
 MOST_HOURS = 10_000.0  # more than any run has
 _SAMPLED_VISITS = 4096
 
@@ -81,6 +82,28 @@ class Trace:
 
     def members(self, version: int) -> slice:
         return slice(int(self.first[version]), int(self.first[version + 1]))
+
+    def repeated(self, copies: int) -> Trace:
+        """The trace of a fleet that is so many times as large: each participation stands for as
+        many devices with the same volume and the same speed, which have data of their own.
+        """
+        shift = np.tile(np.arange(copies, dtype=np.int64) << _COPY_SHIFT, len(self.start))
+        columns: Any = {
+            name: np.repeat(getattr(self, name), copies)
+            for name in ("start", "staleness", "assigned_s", "execution_s")
+        }
+        clients = Clients(
+            np.repeat(self.clients.device, copies) + shift,
+            np.repeat(self.clients.participation, copies),
+            np.repeat(self.clients.examples, copies),
+        )
+        return replace(
+            self,
+            first=copies * self.first,
+            trips=copies * self.trips,
+            clients=clients,
+            **columns,
+        )
 
     def save(self, path: Path) -> None:
         about = {"format": _FORMAT, "seed": self.seed, "config": self.config}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import papaya
 from papaya.config import TaskConfig
+from papaya.messages.base import NodeId
 from papaya.messages.storage import Transaction
 from papaya.server.admin.problems import Conflict
 from papaya.server.admin.service import AdminService
@@ -29,14 +30,21 @@ async def require_privacy(service: AdminService, config: TaskConfig) -> Transact
             hint='set device_tokens = "signed" in the server\'s file, or use secure_aggregation',
         )
     # An aggregator of an earlier version does not know `privacy`.
-    await require_one_version(
+    nodes = await require_one_version(
         service,
         "a private task needs servers of one version, because an earlier one may add no noise",
     )
+    rows = await service.state.read(Formats.prefixes)
+    found = Formats().with_private_tasks(rows, nodes)
+    if found is None:
+        raise Conflict(
+            "a server does not know private tasks", hint="finish the upgrade: papaya status"
+        )
+    return found
 
 
-async def require_one_version(service: AdminService, why: str) -> None:
-    """Raises Conflict while servers of two versions run."""
+async def require_one_version(service: AdminService, why: str) -> tuple[NodeId, ...]:
+    """The live servers. Raises Conflict while servers of two versions run."""
     versions = await service.versions_of_servers()
     others = [node for node, version in versions.items() if version != papaya.__version__]
     if others:
@@ -45,10 +53,4 @@ async def require_one_version(service: AdminService, why: str) -> None:
             f"{others[0]} runs {theirs}, this server {papaya.__version__}: {why}",
             hint="finish the upgrade, then submit again: papaya status",
         )
-    rows = await service.state.read(Formats.prefixes)
-    found = Formats().with_private_tasks(rows, versions)
-    if found is None:
-        raise Conflict(
-            "a server does not know private tasks", hint="finish the upgrade: papaya status"
-        )
-    return found
+    return tuple(versions)

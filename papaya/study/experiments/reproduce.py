@@ -30,6 +30,7 @@ from papaya.study.experiments import (
     goal_sweep,
     lstm_speedup,
     model_quality,
+    privacy,
     sampling_bias,
     sensitivity,
     server_updates,
@@ -99,6 +100,7 @@ _MODULES: Final[tuple[ModuleType, ...]] = (
     stale_limit,
     sensitivity,
     lstm_speedup,
+    privacy,
 )
 EXPERIMENTS: Final[dict[str, Experiment]] = {
     module.KEY: cast(Experiment, module) for module in _MODULES
