@@ -11,8 +11,10 @@ Ctrl-C exits with 130.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Container, Sequence
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import Final, NoReturn
@@ -55,12 +57,18 @@ _LARGE: Final = ("client", "demo", "log", "simulate", "task")
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
+_CHOICE = re.compile(r"invalid choice: '(.+?)' \(choose from (.+)\)")
+_QUOTED = re.compile(r"'(.+?)'")
+
 
 class CommandParser(argparse.ArgumentParser):
     """Raises an error about the arguments, so that `main` prints all errors in one form."""
 
     def error(self, message: str) -> NoReturn:
-        raise OperatorError(message, hint=f"{self.prog} --help")
+        given = _CHOICE.search(message)
+        close = get_close_matches(given[1], _QUOTED.findall(given[2]), n=1) if given else []
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise OperatorError(message, hint=f"{meant}{self.prog} --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -443,7 +443,7 @@ class Selector:
             return [Reply(reply_to, Retry("this selector has just started", after_s))]
         device_class = self._distinctions.class_of(check_in)
         if not self._is_welcome(device_class):
-            reason = "no compatible task needs clients now"
+            reason = self._why_unwelcome(check_in)
             return [self._reject(now, reply_to, reason, self._lacks(check_in))]
         if self.held_count >= self._config.max_held:
             return [self._reject(now, reply_to, "too many devices are waiting")]
@@ -481,6 +481,14 @@ class Selector:
                 self._welcome.clear()  # keep the cache bounded
             self._welcome[device_class] = welcome
         return welcome
+
+    def _why_unwelcome(self, check_in: CheckIn) -> str:
+        """Names no task: the device may not know it."""
+        wanting = () if self._orders is None else self._orders.wanting
+        owners = [o.requirements.owner for t in wanting if (o := self._offers.get(t)) is not None]
+        if owners and not any(o is None or o in check_in.capabilities.owners for o in owners):
+            return "no task that needs clients is signed by an owner that this device has pinned"
+        return "no compatible task needs clients now"
 
     def _lacks(self, check_in: CheckIn) -> tuple[Lack, ...]:
         """What keeps a device out of the tasks that it may know of."""

@@ -82,7 +82,7 @@ def test_bad_settings_are_taken_back_and_good_ones_reach_all_devices(tmp_path: P
         server = installation.add(deployment=deployment, server=CALM)
         world = SignedWorld(tmp_path, server.start(), installation, text=TASK)
         run = world.task("submit", str(world.program))["task"]
-        with world.devices(count=6, identified=True):
+        with world.devices(count=5, identified=True):
             world.admin.until_task(run, lambda found: found["evaluated"] is not None, STEP_S)
 
             judged = ("--tolerance", "10", "--evaluations", "1", "--updates", "2")
@@ -103,7 +103,6 @@ def test_bad_settings_are_taken_back_and_good_ones_reach_all_devices(tmp_path: P
 
             found = metrics(server.addresses["admin"])
             assert found[f'papaya_task_metric{{metric="near",task="{run}"}}'] == 1.0
-            assert found[f'papaya_task_candidate_counted_total{{task="{run}"}}'] >= 0
         shown = world.admin.get(f"/admin/tasks/{run}")["points"]
         assert any(point["metrics"] == {"near": 1.0} for point in shown)
         assert server.stop() == 0

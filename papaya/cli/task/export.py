@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -173,7 +174,9 @@ def run_metrics(options: TaskMetricsOptions) -> int:
     if options.tensorboard is not None:
         with writing(options.tensorboard):
             trackers.write_events(options.tensorboard, rows)
-        note(f"{len(rows)} versions; to see them: tensorboard --logdir {options.tensorboard}")
+        install = "" if shutil.which("tensorboard") else "pip install tensorboard && "
+        show = f"{install}tensorboard --logdir {options.tensorboard}"
+        note(f"{len(rows)} versions; to see them: {show}")
     elif options.mlflow is not None:
         run = trackers.log_to_mlflow(options.mlflow, options.task, rows)
         note(f"{len(rows)} versions in run {run} of experiment {options.task}")

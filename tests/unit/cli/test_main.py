@@ -94,6 +94,8 @@ def test_a_command_imports_no_more_than_it_needs(
         (["demo", "--minutes", "x"], "'x' is not a number", "papaya demo --help"),
         (["swarm", "--jobs", "0"], "0 is below 1", "papaya swarm --help"),
         (["swarm", "--seed", "1", "--plant", "no-bug"], "no-bug", "fence"),
+        (["simulat"], "invalid choice: 'simulat'", "did you mean simulate? papaya --help"),
+        (["task", "shwo", "x"], "invalid choice: 'shwo'", "did you mean show? papaya task --help"),
     ],
 )
 def test_a_mistake_is_explained_without_a_traceback(

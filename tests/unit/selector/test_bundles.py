@@ -87,3 +87,21 @@ def test_a_device_of_an_earlier_protocol_gets_only_tasks_that_nobody_signed() ->
     selector.receive(BOOT, orders(1, advertised=(advertised(),)))
     assert selector.receive(BOOT, before, "old phone") == [], "held for the other task"
     assert selector.held_count == 1
+
+
+def test_a_device_that_pinned_another_key_is_told_so_and_learns_no_name() -> None:
+    selector = a_selector()
+    selector.wake(BOOT)
+    selector.receive(BOOT, orders(0, advertised=(advertised(owner=OWNER, bundle=BUNDLE),)))
+    reasons = []
+    for owners in ((OTHER,), (), (OWNER,)):
+        check_in = CheckIn(PROTOCOL_VERSION, Capabilities("", owners=owners))
+        if owners == (OWNER,):
+            selector.receive(BOOT, orders(1, advertised=(advertised(owner=OWNER),), wanting=()))
+        [reply] = [e for e in selector.receive(BOOT, check_in, owners) if isinstance(e, Reply)]
+        assert isinstance(reply.message, Rejected)
+        reasons.append(reply.message.reason)
+    assert reasons[0] == reasons[1]
+    assert reasons[0].startswith("no task that needs clients is signed by an owner")
+    assert reasons[2] == "no compatible task needs clients now"
+    assert TASK not in "".join(reasons)
