@@ -4,9 +4,10 @@ restart (docs/adr/0084).
     log(event) ──▶ waiting (bounded) ──▶ one transaction every two seconds ──▶ rows `event/…`
 
 Only events that a time line needs are kept: no versions, no changes by people (the audit trail has
-them), and of equal events the first ten within a minute. Coordinators delete the oldest rows. If
-the state store is away, events wait for it with the times at which they happened. A process that is
-killed loses those of its last two seconds; its log has them.
+them), no evaluation without trouble, and of equal events the first ten within a minute.
+Coordinators delete the oldest rows. If the state store is away, events wait for it with the times
+at which they happened. A process that is killed loses those of its last two seconds; its log has
+them.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from typing import Final
 
 import msgspec
 
+from papaya.messages.base import TaskId
 from papaya.messages.events import (
     ChangeMade,
     ChangeRefused,
     CredentialsRejected,
-    EvaluationStarted,
     ServerEvent,
     TaskFound,
     VersionPublished,
 )
+from papaya.messages.owner import is_evaluation_id
 from papaya.messages.storage import EVENTS, EventRow, Row, Transaction, event_key
 from papaya.server.logs import FewOfEach
 from papaya.server.state_thread import AsyncState
@@ -44,7 +46,6 @@ _LEFT_OUT: Final = (
     ChangeMade,
     ChangeRefused,
     CredentialsRejected,
-    EvaluationStarted,
 )
 
 
@@ -65,9 +66,9 @@ class EventRows:
         self._state = state
 
     def offer(self, event: ServerEvent, node: str) -> None:
-        if isinstance(event, _LEFT_OUT):
-            return
         fields = {name: value for name, value in event.fields.items() if name != "settings"}
+        if isinstance(event, _LEFT_OUT) or _is_routine(event, str(fields.get("task", ""))):
+            return
         body, now = msgspec.json.encode(fields), self._now()
         row = EventRow(now, node or self._process, event.name(), event.level, body)
         with self._lock:
@@ -117,3 +118,8 @@ class EventRows:
         for start in range(0, max(0, len(rows) - MAX_ROWS), _AT_ONCE):
             old = tuple(rows)[start : min(start + _AT_ONCE, len(rows) - MAX_ROWS)]
             await self._state.transact(Transaction(delete=old))
+
+
+def _is_routine(event: ServerEvent, task: TaskId) -> bool:
+    """An evaluation comes and goes: there may be one a minute."""
+    return event.level in ("debug", "info") and is_evaluation_id(task)

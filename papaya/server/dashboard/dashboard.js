@@ -177,7 +177,7 @@ function fleet(status, events) {
   return [
     ...problems(status),
     h("h2", {}, "Tasks"),
-    tasks.length ? table(`${tasks.length} tasks, ${evaluations} evaluations`, [
+    tasks.length ? table(`${count(tasks.length, "task")}, ${count(evaluations, "evaluation")}`, [
       { name: "Task" }, { name: "State" }, { name: "Regime" }, { name: "Version", number: true },
       { name: "Active of C", number: true }, { name: "Demand", number: true }, { name: "Waiting devices", number: true },
       { name: "Loss", number: true }, { name: "Aggregator" },
@@ -188,11 +188,11 @@ function fleet(status, events) {
       short(task.demand), short(task.held), short(task.loss), task.holder || "–",
     ])) : h("p", { class: "quiet" }, "No tasks. Submit one with: papaya task submit FILE"),
     h("h2", {}, "Servers"),
-    table(`${status.aggregators.length} aggregators and ${status.selectors.length} selectors report`, [
+    table(`Reports of ${count(status.aggregators.length, "aggregator")} and ${count(status.selectors.length, "selector")}`, [
       { name: "Server" }, { name: "Role" }, { name: "Last report", number: true }, { name: "Load" },
     ], [
-      ...status.aggregators.map((one) => [one.node, "aggregator", ago(one.heard_s_ago), `${one.tasks} tasks${one.is_overloaded ? ", ▲ overloaded" : ""}`]),
-      ...status.selectors.map((one) => [one.node, "selector", ago(one.heard_s_ago), `${short(one.held)} devices wait, ${short(one.check_ins_per_s)} check-ins per second`]),
+      ...status.aggregators.map((one) => [one.node, "aggregator", ago(one.heard_s_ago), `${count(one.tasks, "task")}${one.is_overloaded ? ", ▲ overloaded" : ""}`]),
+      ...status.selectors.map((one) => [one.node, "selector", ago(one.heard_s_ago), `${count(one.held, "device")} waiting, ${short(one.check_ins_per_s)} check-ins per second`]),
     ]),
     ...timeLine(events),
     ...history(),
@@ -203,7 +203,7 @@ function fleet(status, events) {
 function timeLine(events) {
   return [
     h("h2", {}, "Time line"),
-    events.length ? table("Placements, failovers and problems at all servers, newest first; at most seconds late", [{ name: "Time" }, { name: "Event" }, { name: "Details" }],
+    events.length ? table("Placements, failovers and problems at all servers, newest first; up to two seconds late", [{ name: "Time" }, { name: "Event" }, { name: "Details" }],
       events.slice(-MOST_CHANGES).reverse().map((one) => [date(one.at), `${{ warning: "▲ ", error: "✕ " }[one.level] ?? ""}${one.event.replaceAll("_", " ")}`, details(one)]))
       : h("p", { class: "quiet" }, "No server has told of a placement, a failover or a problem yet."),
   ];
@@ -444,6 +444,10 @@ function confirmAction(task, path, label, action) {
 
 function ago(seconds) {
   return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s ago`;
+}
+
+function count(number, name) {
+  return `${short(number)} ${name}${number === 1 ? "" : "s"}`;
 }
 
 function clock(seconds) {

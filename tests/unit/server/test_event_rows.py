@@ -7,13 +7,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from papaya.messages.events import (
     BufferDropped,
     CredentialsRejected,
+    EvaluationStarted,
     ServerSilent,
     ServerStarted,
+    TaskEnded,
     TaskMoved,
+    TaskPlaced,
     VersionPublished,
 )
 from papaya.messages.storage import EVENTS, EventRow, Outcome, Row, Transaction
@@ -94,6 +98,14 @@ def test_what_comes_with_every_update_or_from_strangers_is_not_kept(kept: Kept) 
     kept.rows.offer(CredentialsRejected("devices", ""), "")
     assert kept.write() == []
     assert kept.state.commits == 0
+
+
+def test_of_an_evaluation_only_trouble_is_kept(kept: Kept) -> None:
+    kept.rows.offer(TaskPlaced("digits-eval-5", 0, 1, "aggregator", "new"), "coordinator")
+    kept.rows.offer(EvaluationStarted("digits-eval-5", 5), "")
+    kept.rows.offer(TaskEnded("digits-eval-5", 0, "completed", "loss 0.3"), "")
+    kept.rows.offer(structs.replace(MOVED, task="digits-eval-5"), "coordinator")
+    assert [row.event for row in kept.write()] == ["task_moved"]
 
 
 def test_repetitions_are_bounded(kept: Kept) -> None:
