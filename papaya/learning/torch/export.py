@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -148,7 +149,7 @@ def _compiled(loaded: LoadedTask) -> bytes:
     examples = list(islice(cycle(task.sample), task.client.batch_size))
     inputs = tried_batch(task, examples)
     _require_one_for_each_example(loaded, inputs, len(examples))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _no_files_left():
         warnings.simplefilter("ignore")  # deprecations inside torch.export and executorch
         program, gradients, operators, frozen = _exported(loaded, inputs, len(examples))
     personal = _personal_tensors(loaded)
@@ -173,6 +174,21 @@ def _compiled(loaded: LoadedTask) -> bytes:
     data = encode_program(header, program)
     _require_agreement(loaded, data, tensors)
     return data
+
+
+@contextmanager
+def _no_files_left() -> Iterator[None]:
+    """torch.export makes a folder for a cache that it does not use, and keeps its name."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if name in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[name] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop(name, None)
 
 
 def program_tensors(loaded: LoadedTask, names: Sequence[str]) -> bytes:

@@ -322,7 +322,7 @@ def test_the_plain_scheme_has_no_noise_and_its_encoding_is_as_before() -> None:
     with pytest.raises(ParametersError):
         a_task(noise_multiplier=1.0)
     with pytest.raises(ParametersError):
-        a_task(weighting="equal")
+        a_task(weighting="capped")
     assert b"noise_multiplier" not in a_task().encode()
     for parameters in (a_task(), a_private_task(), a_private_task(manifest=64 * "a", kind="train")):
         assert PublicParameters.decode(parameters.encode()) == parameters
