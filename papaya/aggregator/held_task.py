@@ -767,6 +767,7 @@ class HeldTask:
             participation_gap_s=config.participation_gap_s,
             max_participations=config.max_participations,
             secure=config.secure_aggregation is not None,
+            upload_bits=config.upload_bits,
         )
 
     def _admit(self, now: float, assignment: AssignmentTicket) -> Session:
@@ -863,7 +864,7 @@ class HeldTask:
             released = self.drop_upload(session) if session.upload is None else []
             return [*released, Reply(reply_to, Retry("the chunk has a wrong checksum", 0.0))]
         assert session.claim is not None
-        size, piece = self.config.update_bytes, self._server.chunk_bytes
+        size, piece = self._terms(session).update_bytes, self._server.chunk_bytes
         upload = session.upload
         effects: Effects = []
         if upload is None or upload.id != chunk.upload:
@@ -887,7 +888,7 @@ class HeldTask:
         received = ChunkReceived(chunk.upload, chunk.index)
         if session.is_complete:
             return received
-        size, piece = self.config.update_bytes, self._server.chunk_bytes
+        size, piece = self._terms(session).update_bytes, self._server.chunk_bytes
         count = chunk_count(size, piece)
         expected = chunk_length(size, piece, chunk.index)
         if chunk.index >= count:
@@ -899,7 +900,7 @@ class HeldTask:
             return received  # a duplicate: not progress
         if upload is not None and upload.id != chunk.upload and chunk.index > 0:
             return Refused("a new upload must start with chunk 0")
-        session.claim = session.claim or Claim((self.task, session.id), self.config, piece)
+        session.claim = session.claim or Claim((self.task, session.id), self._terms(session), piece)
         if self._waits_for_tsa and not self._memory.holds(session.claim):
             return self._wait_for_tsa(now, session)
         has_arrived = isinstance(chunk, Chunk)
@@ -916,7 +917,7 @@ class HeldTask:
         if self._waits_for_tsa and not session.is_complete and not (upload and upload.missing):
             return [Reply(reply_to, self._wait_for_tsa(now, session))]
         if upload is None or upload.id != request.upload:
-            count = chunk_count(self.config.update_bytes, self._server.chunk_bytes)
+            count = chunk_count(self._terms(session).update_bytes, self._server.chunk_bytes)
             return [Reply(reply_to, Incomplete(tuple(range(count))))]
         if upload.missing:
             return [Reply(reply_to, Incomplete(tuple(upload.missing)))]

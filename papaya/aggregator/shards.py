@@ -70,6 +70,7 @@ from papaya.learning.aggregation_rules import (
     shortened,
     takes_members,
 )
+from papaya.learning.compression import decode_update
 from papaya.learning.evaluation import admit_evaluation
 from papaya.learning.kernels import NUMPY, Kernel
 from papaya.learning.parameters import FLOAT32
@@ -426,6 +427,8 @@ class Shards:
         """What is added to the sum. Raises UpdateRefused, or TsaError if its seed is refused."""
         config = work.config
         if config.secure_aggregation is None:
+            if config.upload_bits != 32:
+                pieces = [decode_update(pieces, config.model_length, config.upload_bits).data]
             update = admit(pieces, config.model_length, config.clip, config.over_clip)
             if config.evaluates is not None:
                 _admit_measured(update.pieces, config.evaluates)

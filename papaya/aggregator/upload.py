@@ -68,8 +68,11 @@ def chunk_length(update_bytes: int, chunk_bytes: int, index: int) -> int:
 
 
 def needed_bytes(config: TaskConfig, chunk_bytes: int) -> int:
-    """All the memory that an upload of the task may need, for chunks kept and in transit."""
-    return config.update_bytes + ARRIVING * min(chunk_bytes, config.update_bytes)
+    """All the memory that an upload of the task may need, for chunks kept and in transit, and for
+    the numbers of an update that comes in fewer bits.
+    """
+    numbers = 0 if config.upload_bits == 32 else config.model_bytes
+    return config.update_bytes + ARRIVING * min(chunk_bytes, config.update_bytes) + numbers
 
 
 def why_not_served(config: TaskConfig, chunk_bytes: int, memory_bytes: float) -> str:

@@ -108,6 +108,8 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
     evaluation_clients: Number
     # The noise of differential privacy, and how often one device takes part over all runs.
     privacy: PrivacyTerms | None
+    # In how many bits a number of an update is uploaded. Unset if it is 32.
+    upload_bits: Literal[8, 16] | UnsetType = UNSET
     # What an evaluation uploads beside the loss. Unset if it is nothing, so that manifests that
     # were signed before there were metrics keep their encoding.
     metrics: tuple[MetricBounds, ...] | UnsetType = UNSET

@@ -296,6 +296,7 @@ def _without_curves(row: ResultRow) -> dict[str, object]:
             "diverged": outcome.curve.diverged,
             "norms": to_builtins(outcome.norms),
             "precision": to_builtins(outcome.precision),
+            "rounding": to_builtins(outcome.curve.rounding),
             "fairness": to_builtins(outcome.fairness),
         }
         for outcome in row.outcomes

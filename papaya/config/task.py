@@ -33,6 +33,7 @@ from papaya.config.combining import (
 )
 from papaya.config.metrics import PERPLEXITY, MetricBounds, MetricTarget, check_metrics
 from papaya.config.privacy import EvaluationTerms, Privacy, PrivacyTerms
+from papaya.config.upload_bits import UploadBits, encoded_bytes
 from papaya.config.versions import EngineVersion
 from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
@@ -132,7 +133,7 @@ class Requirements(Struct, frozen=True):
     A device needs the task file (`module`), or, if the task has an `owner`, it has pinned that
     owner, who has signed a bundle: `bundle`, `program` and `frozen_file` are the keys of its blobs,
     `manifest` is the digest of what was signed, in hex. `engine_version` is the minimum version of
-    the engine.
+    the engine. `upload_bits`: in how many bits the device has to upload a number.
     """
 
     engine: str | None = None
@@ -145,6 +146,7 @@ class Requirements(Struct, frozen=True):
     engine_version: EngineVersion | None = None
     manifest: Digest | None = None
     frozen_file: str | None = None
+    upload_bits: UploadBits = 32
 
     @property
     def blobs(self) -> tuple[str, ...]:
@@ -287,6 +289,15 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         self._check_lifecycle()
         self._check_weighting()
         self._check_aggregation()
+        bits = self.requirements.upload_bits
+        require(bits in (8, 16, 32), "upload_bits", bits, "is not 8, 16 or 32", "use 16")
+        require(
+            bits == 32 or not self.is_secure,
+            "upload_bits",
+            bits,
+            "cannot be used with secure aggregation, which masks words of 32 bits",
+            "leave it out, or leave out secure_aggregation",
+        )
         if self.privacy is not None:
             self._check_privacy()
         if self.secure_aggregation is not None:
@@ -335,12 +346,17 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         return self.aggregation_goal * self.model_bytes
 
     @property
+    def upload_bits(self) -> UploadBits:
+        """Of a number of an update. Results of evaluations are whole numbers and stay exact."""
+        return 32 if self.evaluates is not None else self.requirements.upload_bits
+
+    @property
     def update_bytes(self) -> int:
         """The size of an upload. A masked vector also carries a constant and, unless there is
         noise, its weight.
         """
         extra = EXTRA_WORDS if self.privacy is None else PRIVATE_EXTRA_WORDS
-        return 4 * (self.model_length + (extra if self.is_secure else 0))
+        return encoded_bytes(self.model_length + (extra if self.is_secure else 0), self.upload_bits)
 
     @property
     def public_parameters(self) -> PublicParameters | None:

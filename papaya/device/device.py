@@ -53,6 +53,7 @@ from papaya.device.training import Trainer
 from papaya.device.use_policy import UsePolicies
 from papaya.device.visit import DeviceVisit, Equipment, in_words
 from papaya.errors import OperatorError, PapayaError
+from papaya.learning.compression import FEWEST_BITS
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.selection import Capabilities, refused
 
@@ -96,6 +97,7 @@ class Device:
             trust_policy=trusts,
             owners=() if bundles is None else bundles.owners,
             engine_version=trainer.engine_version,
+            upload_bits=FEWEST_BITS,
         )
         self._notify = notify
         self._rng = rng or Random()

@@ -34,6 +34,7 @@ from papaya.device.training import ProtocolTrainer, Trainer
 from papaya.device.trust import Trust
 from papaya.device.visit import DeviceVisit, Equipment
 from papaya.errors import OperatorError
+from papaya.learning.compression import FEWEST_BITS
 from papaya.learning.definition import TaskTerms
 from papaya.messages.base import Message, SessionId, TaskId
 from papaya.messages.participation import Joined, UploadGranted
@@ -138,6 +139,7 @@ class LoadDevice:
             trainer.modules,
             trust_policy=process.trust is not None,
             engine_version=trainer.engine_version,
+            upload_bits=FEWEST_BITS,
         )
         secret = None if token is None else Secret(token)
         addresses = check_urls(selectors)

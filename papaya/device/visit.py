@@ -17,6 +17,7 @@ from functools import partial
 from traceback import format_exception
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from msgspec import structs
 
 from papaya.client.client import Client, Stage
@@ -49,9 +50,11 @@ from papaya.device.training import Trainer, TrainingRequest
 from papaya.device.trust import no_tag
 from papaya.errors import PapayaError, ProtocolError
 from papaya.learning.client_training import StepDone, unwatched
+from papaya.learning.compression import encode_update, session_seed
+from papaya.learning.parameters import FLOAT32
 from papaya.machine import Effects
 from papaya.messages.base import Message, TaskId
-from papaya.messages.participation import Leave, LeaveReason, UploadGranted
+from papaya.messages.participation import Joined, Leave, LeaveReason, UploadGranted
 from papaya.messages.selection import CheckIn
 from papaya.secagg.parameters import PublicParameters
 
@@ -260,6 +263,16 @@ class DeviceVisit:
                 f"aggregation: the file {has_it} it",
                 hint="give devices exactly the file that was submitted",
             )
+        if bundle is not None and not joined.evaluates:
+            signed = bundle.manifest.upload_bits or 32
+            if joined.upload_bits != signed:
+                raise GivenUp(
+                    "mismatch",
+                    f"the server asks for updates in {joined.upload_bits} bits, the owner of "
+                    f"{program!r} has signed {signed}",
+                )
+        if joined.upload_bits != 32 and (joined.secure or joined.evaluates):
+            raise GivenUp("protocol", f"updates of {program!r} cannot have fewer bits")
         if joined.secure and self._process.trust is None:
             raise GivenUp("declined", _NO_TRUST, hint=_TRUST_HINT)  # now, not after training
         limit = self._process.limits.max_model_bytes
@@ -333,6 +346,9 @@ class DeviceVisit:
             _check_update(trained, length)
             trained = uploaded(trained, terms, joined)
             _check_update(trained, joined.update_length)
+            if joined.upload_bits != 32:
+                clip = None if terms is None else terms.clip
+                trained = await asyncio.to_thread(_in_fewer_bits, trained, joined, clip)
         except Exception as error:  # `knows` and `terms` are the app's code
             self._fail(error, "training_failed")
         else:
@@ -411,6 +427,13 @@ def _check_update(trained: Trained, length: int) -> None:
         raise ProtocolError(
             f"training gave {len(trained.update)} bytes, the task takes {4 * length}"
         )
+
+
+def _in_fewer_bits(trained: Trained, joined: Joined, clip: float | None) -> Trained:
+    numbers = np.frombuffer(trained.update, FLOAT32)
+    seed = session_seed(joined.session)
+    encoded = encode_update(numbers, joined.upload_bits, seed, clip)
+    return structs.replace(trained, update=encoded)
 
 
 def _explained(error: Exception) -> str:

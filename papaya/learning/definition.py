@@ -36,6 +36,7 @@ from papaya.config import (
     Weighting,
 )
 from papaya.config.checks import require, require_choice, require_count
+from papaya.config.upload_bits import UploadBits
 from papaya.errors import ConfigError, InvariantError
 from papaya.learning.example_fields import ExampleField
 from papaya.learning.schedules import ConstantRate, Schedule
@@ -284,6 +285,8 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
     device trains its own and keeps them between participations. `batch_norm`: what happens to the
     running statistics of BatchNorm: "averaged", as parameters are, or "local", kept on the device.
 
+    `upload_bits`: 16 or 8 for updates of half or a quarter of the size, rounded at random.
+
     `sample`: a few stored examples, if given, are tried whenever the file is loaded, so that a
     mistake in `batch` or `loss` is found before a device meets it.
     """
@@ -319,6 +322,7 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
     staleness: Staleness = Staleness()
     weighting: Weighting = Weighting()
     aggregation: Aggregation = Aggregation()
+    upload_bits: UploadBits = 32
     sample: Sequence[bytes] = ()
 
     def __post_init__(self) -> None:
@@ -356,11 +360,13 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
         )
         if self.batch_norm is not None:
             require_choice("batch_norm", self.batch_norm, ("averaged", "local"))
-        if self.requirements.engine or self.requirements.module:
+        if self.requirements != Requirements(
+            min_memory_mb=self.requirements.min_memory_mb, labels=self.requirements.labels
+        ):
             raise ConfigError.of(
                 "requirements",
                 self.requirements,
-                "engine and module follow from this file",
+                "all others follow from this file",
                 "give only min_memory_mb and labels",
             )
         self._check_types()
@@ -403,7 +409,9 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
             model_length=model_length,
             regime=self.regime,
             optimizer=structs.replace(self.optimizer, averaged=averaged),
-            requirements=structs.replace(self.requirements, engine=engine, module=module),
+            requirements=structs.replace(
+                self.requirements, engine=engine, module=module, upload_bits=self.upload_bits
+            ),
             secure_aggregation=self.secure_aggregation,
             training_timeout_s=self.training_timeout_s,
             upload_timeout_s=self.upload_timeout_s,

@@ -96,6 +96,9 @@ class Joined(Message, frozen=True):
     `norms`: train, and upload the bin of the norm of the update (docs/privacy.md); `evaluates` is
     set too.
 
+    `upload_bits`: in how many bits to upload a number of an update
+    (`papaya/learning/compression.py`).
+
     `secure`: the update must be masked; the answer to the report carries an offer of the TSA.
     """
 
@@ -113,6 +116,7 @@ class Joined(Message, frozen=True):
     max_participations: Count | None
     secure: bool = False
     norms: bool = False
+    upload_bits: Literal[8, 16, 32] = 32
 
 
 class Heartbeat(Message, frozen=True):

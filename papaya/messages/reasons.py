@@ -63,6 +63,7 @@ _LACKS: Final = {
     "engine_version": "needs engine {}",
     "memory": "needs {} MB of memory",
     "label": "needs the label {}",
+    "upload_bits": "needs updates in {} bits, which this device cannot encode",
     "trust_policy": "is secure, and this device has no trust policy",
     "frozen": "the model of this device holds other frozen tensors",
     "no_demand": "needs no more clients now",

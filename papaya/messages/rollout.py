@@ -118,7 +118,8 @@ def check_candidate(row: TaskRow, config: TaskConfig, plan: RolloutPlan) -> None
 
 def _eligibility(config: TaskConfig) -> object:
     needs = config.requirements
-    return (needs.engine, needs.engine_version, needs.min_memory_mb, needs.labels, needs.owner)
+    compatible = (needs.engine, needs.engine_version, needs.min_memory_mb, needs.labels)
+    return (*compatible, needs.owner, needs.upload_bits)
 
 
 # -- what is measured ---------------------------------------------------------------------------

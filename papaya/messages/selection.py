@@ -50,6 +50,8 @@ class Capabilities(Struct, frozen=True, gc=False):
     owners: Names = ()
     """The ids of owners that the device has pinned."""
     engine_version: Name = ""
+    upload_bits: Annotated[int, Meta(ge=1, le=32)] = 32
+    """The fewest bits in which it can upload a number of an update."""
 
 
 class DeviceClass(Struct, frozen=True, gc=False):
@@ -74,6 +76,7 @@ class DeviceClass(Struct, frozen=True, gc=False):
             and has_program
             and requirements.min_memory_mb <= device.memory_mb
             and all(label in device.labels for label in requirements.labels)
+            and device.upload_bits <= requirements.upload_bits
         )
 
 

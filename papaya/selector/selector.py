@@ -63,7 +63,7 @@ from papaya.messages.tickets import AnyTicket, AssignmentTicket, Keyring, claim_
 MAX_OPEN_ASSIGNMENTS = 2
 
 _REVOKED = Refused("this device was revoked", "ask the operator of the servers")
-_UNSIGNED = ("trust_policy", "frozen", "engine_version")
+_UNSIGNED = ("trust_policy", "frozen", "engine_version", "upload_bits")
 _MAX_REPORTED_CLASSES = 256
 _MAX_CACHED_CLASSES = 64
 # A selector never paces check-ins below this rate: it costs nothing, and keeps a small fleet close
@@ -95,6 +95,7 @@ class Distinctions:
         )
         self._labels = frozenset(label for need in wanted for label in need.labels)
         self._has_secure = any(offer.is_secure for offer in advertised)
+        self._has_few_bits = any(need.upload_bits < 32 for need in wanted)
         self._memory_mb = sorted({0} | {need.min_memory_mb for need in wanted})
         self._cache: dict[tuple[Capabilities, tuple[str, ...]], DeviceClass] = {}
 
@@ -120,6 +121,9 @@ class Distinctions:
             owners=tuple(sorted(owner for owner in device.owners if owner in self._owners)),
             trust_policy=device.trust_policy or not self._has_secure,
             engine_version=reached[-1] if reached else "",
+            upload_bits=next(b for b in (8, 16, 32) if device.upload_bits <= b)
+            if self._has_few_bits
+            else 32,
         )
         known = self._tasks | self._bundles
         excluded = tuple(sorted(task for task in check_in.excluded if task in known))
@@ -150,6 +154,8 @@ def lacks_for(offer: Advertised, device: DeviceClass, *, is_wanting: bool) -> li
         found.append(("engine_version", f"{needs.engine} ≥ {needs.engine_version}"))
     if needs.min_memory_mb > declared.memory_mb:
         found.append(("memory", str(needs.min_memory_mb)))
+    if needs.upload_bits < declared.upload_bits:
+        found.append(("upload_bits", str(needs.upload_bits)))
     found += [("label", label) for label in needs.labels if label not in declared.labels]
     if offer.is_secure and not declared.trust_policy:
         found.append(("trust_policy", ""))

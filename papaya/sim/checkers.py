@@ -22,7 +22,9 @@ from papaya.client.work import Finish, Seal, Sealed
 from papaya.config import SyncFL, TaskConfig
 from papaya.errors import InvariantError
 from papaya.learning import parameters
+from papaya.learning.compression import decode_update, encode_update, session_seed
 from papaya.learning.kernels import NUMPY
+from papaya.learning.parameters import Vector
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.learning.weighting import Contribution, WeightedSum, admit
 from papaya.machine import Reply
@@ -102,6 +104,16 @@ def _counted_examples(config: TaskConfig, reported: int) -> int:
         case "capped":
             return min(reported, config.weighting.cap or 0)
     return min(reported, config.max_examples)
+
+
+def _uploaded(terms: TaskConfig, session: SessionId, length: int) -> Vector:
+    """The numbers that the server reads of a session's upload."""
+    numbers = protocol_vector if terms.evaluates is None else protocol_evaluation
+    vector = np.array(numbers(session, length), np.float32)
+    if terms.upload_bits == 32:
+        return vector
+    encoded = encode_update(vector, terms.upload_bits, session_seed(session))
+    return decode_update([encoded], length, terms.upload_bits)
 
 
 def _damping(config: TaskConfig, staleness: int) -> float:
@@ -528,11 +540,10 @@ class Auditor(Observer):
         expected = np.zeros(config.model_length, np.float64)
         weight = 0.0
         is_training = config.evaluates is None
-        uploaded = protocol_vector if is_training else protocol_evaluation
         for member in row.members:
-            vector = np.array(uploaded(member.session, config.model_length))
-            damping = _damping(self.books[config.task].terms_of(member.session), member.staleness)
-            expected += member.examples * damping * vector
+            terms = self.books[config.task].terms_of(member.session)
+            vector = _uploaded(terms, member.session, config.model_length)
+            expected += member.examples * _damping(terms, member.staleness) * vector
             weight += member.examples
         same = (
             np.allclose(found.vector, expected, rtol=1e-4, atol=1e-2)
@@ -625,11 +636,10 @@ class Auditor(Observer):
         if record.sum:
             return WeightedSum.decode(self.blobs.get(record.sum), length)
         total = WeightedSum.zero(length)
-        uploaded = protocol_vector if config.evaluates is None else protocol_evaluation
         for member in record.members:
             terms = books.terms_of(member.session)
-            pieces = [np.array(uploaded(member.session, length), np.float32).tobytes()]
-            update = admit(pieces, length, terms.clip, terms.over_clip)
+            vector = _uploaded(terms, member.session, length)
+            update = admit([vector.data], length, terms.clip, terms.over_clip)
             given = Contribution(update, member.examples, member.staleness, terms.staleness)
             total.add_all([given], NUMPY)
         return total

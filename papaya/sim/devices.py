@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from papaya.client.client import Client, NoBundles
 from papaya.client.work import (
     Answered,
@@ -22,6 +24,8 @@ from papaya.client.work import (
     Trained,
     WorkFailed,
 )
+from papaya.learning.compression import encode_update, session_seed
+from papaya.learning.parameters import FLOAT32
 from papaya.machine import Effects
 from papaya.messages.base import BlobKey, Message, NodeId
 from papaya.messages.participation import Join
@@ -205,6 +209,9 @@ class SimulatedDevice:
     def _trained(self, effect: Train) -> None:
         if self.is_present and self.machine.joined is not None:
             update = self.cluster.behaviour.train(self, effect)
+            if (bits := self.machine.joined.upload_bits) != 32:
+                numbers = np.frombuffer(update, FLOAT32)
+                update = encode_update(numbers, bits, session_seed(effect.session))
             for observe in self.cluster.hooks.trained:
                 observe(self, effect)
             self.deliver(Trained(update, self.visit.examples))

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from papaya.sim.jobs import write_whole
+from papaya.study.precision import RoundingError
 
 
 class LearningState(Struct, frozen=True):
@@ -32,6 +33,7 @@ class LearningState(Struct, frozen=True):
     norms: list[float]
     judging: dict[str, Any]
     device_states: dict[int, bytes] = {}
+    rounding: dict[int, RoundingError] = {}
 
 
 class Checkpoints:

@@ -9,6 +9,9 @@ The errors are of the mean update that a server step takes, at the task's own K:
 `papaya/secagg/fixed_point.py`, and what rounding gives in practice, where errors of K clients are
 independent and uniform. A client's values are weighted by examples ÷ max_examples before they are
 rounded, so few examples per client cost precision.
+
+Uploads in the clear may have 16 or 8 bits for each number (`papaya/learning/compression.py`). Their
+error is measured on the updates of version 1.
 """
 
 from __future__ import annotations
@@ -18,12 +21,18 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from papaya.config import TaskConfig
+from papaya.config.upload_bits import UploadBits
+from papaya.learning.compression import decode_update, encode_update
+from papaya.learning.parameters import Vector
+from papaya.learning.weighting import clipped
 from papaya.secagg import fixed_point
 
 LEAST_UPDATES: Final = 30  # of fewer, a 99th percentile is the longest: chance
+_MEASURED_VALUES: Final = 500_000  # in all updates together, but at least of four
 _LEVELS: Final = (50, 90, 95, 99, 100)
 
 
@@ -58,6 +67,38 @@ class Precision(Struct, frozen=True):
     @property
     def is_enough(self) -> bool:
         return self.levels >= self.needed
+
+
+class RoundingError(Struct, frozen=True):
+    """What uploads in fewer bits do to updates in the clear: the L2 norm of the error as a share of
+    the norm of what is rounded. `update`: root mean square over clients. `mean`: of their mean.
+    """
+
+    update: float
+    mean: float
+
+
+def rounding_errors(
+    updates: npt.NDArray[np.float32], clip: float | None = None
+) -> dict[int, RoundingError]:
+    """Of the first of these updates, by the number of bits; empty if they are all zero."""
+    count = max(4, _MEASURED_VALUES // updates.shape[1])
+    chosen = [u if clip is None else clipped(u, clip) for u in updates[:count]]
+    exact = np.stack(chosen).astype(np.float64)
+    if not np.isfinite(exact).all() or not exact.mean(axis=0).any():
+        return {}
+    return {16: _rounding_error(exact, chosen, 16), 8: _rounding_error(exact, chosen, 8)}
+
+
+def _rounding_error(
+    exact: npt.NDArray[np.float64], updates: Sequence[Vector], bits: UploadBits
+) -> RoundingError:
+    encoded = (encode_update(update, bits, seed) for seed, update in enumerate(updates))
+    errors = np.stack([decode_update([e], exact.shape[1], bits) for e in encoded]) - exact
+    return RoundingError(
+        update=float(np.linalg.norm(errors) / np.linalg.norm(exact)),
+        mean=float(np.linalg.norm(errors.mean(axis=0)) / np.linalg.norm(exact.mean(axis=0))),
+    )
 
 
 def norms_of(found: Sequence[float]) -> Norms | None:

@@ -25,6 +25,7 @@ from msgspec import Struct, structs
 
 from papaya.aggregator.private_sum import noised_mean
 from papaya.config import Aggregation, OptimizerConfig, Privacy, Staleness, TaskConfig, Weighting
+from papaya.config.upload_bits import UploadBits
 from papaya.errors import Diverged, UpdateRefused
 from papaya.learning.aggregation_rules import (
     BufferMembers,
@@ -33,6 +34,7 @@ from papaya.learning.aggregation_rules import (
     shortened,
     takes_members,
 )
+from papaya.learning.compression import decode_update, encode_update
 from papaya.learning.definition import ClientSGD
 from papaya.learning.entry_points import load_used
 from papaya.learning.kernels import fastest
@@ -47,15 +49,17 @@ from papaya.learning.weighting import (
     counted_examples,
 )
 from papaya.secagg.noise import KEY_BYTES as NOISE_KEY_BYTES
-from papaya.sim.draws import Floats
+from papaya.sim.draws import Floats, splitmix64
 from papaya.study.checkpoint import Checkpoints, LearningState
 from papaya.study.followed_trace import FollowedTrace
+from papaya.study.precision import RoundingError, rounding_errors
 from papaya.study.trace import Trace
 from papaya.study.workloads.base import KeepsDeviceStates, Matrix, Quality, Workload
 
 EVALUATIONS = 200
 NORMS_KEPT = 4096
 _STAYS = 3
+_ROUNDING = 0x726F756E64  # sets these random numbers apart from those of workloads
 _SURELY = 1 - 1e-6
 
 
@@ -69,6 +73,7 @@ class Rates(Struct, frozen=True):
     weighting: Weighting = Weighting()
     aggregation: Aggregation = Aggregation()
     privacy: Privacy | None = None
+    upload_bits: UploadBits = 32
 
     def task(self, recorded: TaskConfig) -> TaskConfig:
         """A recorded task, with these settings. A device reports what it has trained on, and the
@@ -84,6 +89,7 @@ class Rates(Struct, frozen=True):
             weighting=self.weighting,
             aggregation=self.aggregation,
             privacy=self.privacy,
+            requirements=structs.replace(recorded.requirements, upload_bits=self.upload_bits),
         )
 
 
@@ -100,7 +106,8 @@ class Point(Struct, frozen=True):
 class Curve(Struct, frozen=True):
     """How a model got better. `diverged` says why learning ended early, if it did.
 
-    `norms` are the L2 norms of the first client updates.
+    `norms` are the L2 norms of the first client updates. `rounding`: what fewer bits would make of
+    the updates in version 1, by the number of bits.
     """
 
     workload: str
@@ -108,6 +115,7 @@ class Curve(Struct, frozen=True):
     points: tuple[Point, ...]
     norms: tuple[float, ...]
     diverged: str | None = None
+    rounding: dict[int, RoundingError] = {}
 
     def reached(self, loss: float) -> Point | None:
         """The first judged version whose loss for all clients is at most this, and stays there
@@ -225,7 +233,7 @@ def learn(
                 break
             if checkpoints is not None and version < last:
                 checkpoints.save_if_due(lambda: learner.state(judging))
-    return judging.curve(rates, learner.norms)
+    return structs.replace(judging.curve(rates, learner.norms), rounding=learner.rounding)
 
 
 class _Learner:
@@ -235,6 +243,7 @@ class _Learner:
         self, trace: Trace | FollowedTrace, workload: Workload, rates: Rates, last: int
     ) -> None:
         self.norms: list[float] = []
+        self.rounding: dict[int, RoundingError] = {}
         self._trace = trace
         self._workload = workload
         self._rates = rates
@@ -256,6 +265,8 @@ class _Learner:
         for version in range(self._version + 1, self._last + 1):
             trace = self._trace.until(version)
             updates = _train(trace, self._workload, self._rates, self._models, version)
+            if version == 1:
+                self.rounding = rounding_errors(updates, self._task.clip)
             step = _step(trace, self._task, version, updates, self.norms)
             parameters, self._state = self._optimizer.step(
                 self._models[version - 1], step, self._state
@@ -278,6 +289,7 @@ class _Learner:
             models={version: model.tobytes() for version, model in self._models.items()},
             optimizer=self._optimizer.encode_state(self._state),
             norms=self.norms,
+            rounding=self.rounding,
             judging=judging.state,
             device_states=self._workload.device_states
             if isinstance(self._workload, KeepsDeviceStates)
@@ -286,6 +298,7 @@ class _Learner:
 
     def restore(self, found: LearningState) -> None:
         self._version, self.norms = found.version, list(found.norms)
+        self.rounding = found.rounding
         if isinstance(self._workload, KeepsDeviceStates):
             self._workload.device_states = dict(found.device_states)
         self._models = {
@@ -311,6 +324,9 @@ def _step(
     weights = [counted_examples(task, n) for n in trace.clients.examples[members].tolist()]
     lengths = np.sqrt(np.einsum("ij,ij->i", updates, updates, dtype=np.float64))
     norms += lengths[: max(0, NORMS_KEPT - len(norms))].tolist()
+    if task.upload_bits != 32:
+        updates = _rounded(trace, task, version, updates)
+        lengths = np.sqrt(np.einsum("ij,ij->i", updates, updates, dtype=np.float64))
     given = [
         Contribution(shortened(update, task.aggregation), n, staleness, task.staleness)
         for update, n, staleness in zip(
@@ -329,6 +345,19 @@ def _step(
         return total.mean()
     key = sha256(f"noise/{trace.seed}/{version}".encode()).digest()[:NOISE_KEY_BYTES]
     return noised_mean(task, total, len(given), key)
+
+
+def _rounded(trace: Trace, task: TaskConfig, version: int, updates: Matrix) -> Matrix:
+    """What the server reads of the updates that devices clip and upload in fewer bits."""
+    clients = trace.clients.take(trace.members(version))
+    rounded = np.empty_like(updates)
+    pairs = zip(clients.device.tolist(), clients.participation.tolist(), strict=True)
+    for row, (device, visit) in enumerate(pairs):
+        update = updates[row] if task.clip is None else clipped(updates[row], task.clip)
+        seed = splitmix64(splitmix64(trace.seed ^ _ROUNDING, device), visit)
+        encoded = encode_update(update, task.upload_bits, seed, task.clip)
+        rounded[row] = decode_update([encoded], update.size, task.upload_bits)
+    return rounded
 
 
 def _admitted(updates: Matrix, lengths: Floats, clip: float | None) -> list[Admitted]:

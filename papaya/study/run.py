@@ -193,6 +193,7 @@ def recordable(task: TaskConfig, population: PopulationConfig) -> ClusterConfig:
     recorded = structs.replace(
         task,
         model_length=_TRACED_LENGTH,
+        requirements=structs.replace(needs, upload_bits=32),
         secure_aggregation=None,
         clip=None,
         privacy=None,

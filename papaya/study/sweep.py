@@ -29,6 +29,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Final, Literal
 
+import msgspec
 from msgspec import Struct, structs
 
 from papaya.config import AsyncFL, SyncFL, TaskConfig
@@ -53,8 +54,9 @@ VARIABLES: Final = (
     "client_rate",
     "server_rate",
     "beta1",
+    "upload_bits",
 )
-_WHOLE: Final = ("concurrency", "K", "max_staleness")
+_WHOLE: Final = ("concurrency", "K", "max_staleness", "upload_bits")
 OF_ONE_REGIME: Final[dict[str, Regime]] = {
     "K": "async",
     "max_staleness": "async",
@@ -138,6 +140,7 @@ def setting_of(run: Run) -> dict[str, float | str]:
         "client_rate": rates.client.rate,
         "server_rate": server_optimizer(rates.optimizer).rate,
         "beta1": rates.optimizer.beta1,
+        "upload_bits": rates.upload_bits,
     }
 
 
@@ -170,7 +173,10 @@ def with_rates(rates: Rates, setting: dict[str, float]) -> Rates:
         optimizer = structs.replace(optimizer, rate=setting["server_rate"])
     if "beta1" in setting:
         optimizer = structs.replace(optimizer, beta1=setting["beta1"])
-    return structs.replace(rates, client=client, optimizer=optimizer)
+    bits = int(setting.get("upload_bits", rates.upload_bits))
+    require(bits in (8, 16, 32), "upload_bits", bits, "is not 8, 16 or 32", "leave it out")
+    changed = structs.replace(rates, client=client, optimizer=optimizer)
+    return msgspec.convert(msgspec.to_builtins(changed) | {"upload_bits": bits}, Rates)
 
 
 def _run(

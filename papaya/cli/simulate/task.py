@@ -264,6 +264,7 @@ def scale_rows(learnt: RunResult) -> list[tuple[str, str]]:
         ("update norms", _norms(learnt)),
         ("clip", _clip(learnt)),
         ("fixed point", _fixed_point(learnt)),
+        ("fewer bits", _rounding(learnt)),
     ]
 
 
@@ -295,6 +296,17 @@ def _why_none(learnt: RunResult) -> str:
     if learnt.norms is None or learnt.norms.updates < LEAST_UPDATES:
         return f"– (this needs {LEAST_UPDATES} client updates)"
     return "–"
+
+
+def _rounding(learnt: RunResult) -> str:
+    """What `upload_bits` of a task in the clear would do to an update, and to the mean of many."""
+    found = learnt.curve.rounding.items()
+    texts = (
+        f"{bits} bits change an update by {percent(e.update)} of its norm, their mean by "
+        f"{percent(e.mean)}"
+        for bits, e in found
+    )
+    return "; ".join(texts) or "–"
 
 
 def _fixed_point(learnt: RunResult) -> str:

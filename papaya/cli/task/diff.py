@@ -49,7 +49,7 @@ _SIGNED = (
         "client",
         "examples",
     ),
-    *("weighting", "weight_cap", "evaluation_clients", "privacy"),
+    *("upload_bits", "weighting", "weight_cap", "evaluation_clients", "privacy"),
 )
 
 Side = tuple[TaskConfig, TaskManifest | None]

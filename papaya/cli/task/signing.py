@@ -182,6 +182,7 @@ def _limits(config: TaskConfig) -> dict[str, Any]:
         "upload_timeout_s": float(config.upload_timeout_s),
         "secure": None if threshold is None else SecureTerms(config.aggregation_goal, threshold),
         "clip": None if config.clip is None else float(config.clip),
+        "upload_bits": UNSET if config.upload_bits == 32 else config.upload_bits,
         "max_staleness": config.max_staleness,
         "participation": Participation(
             float(config.participation_gap_s), config.max_participations, "task"

@@ -284,6 +284,7 @@ def _check_agreement(manifest: TaskManifest, config: TaskConfig) -> None:
         "model_length": (manifest.model_length, config.model_length),
         "max_examples": (manifest.client.max_examples, config.max_examples),
         "clip": (manifest.clip, config.clip),
+        "upload_bits": (manifest.upload_bits or 32, config.upload_bits),
         "max_staleness": (manifest.max_staleness, config.max_staleness),
         "training_timeout_s": (manifest.training_timeout_s, config.training_timeout_s),
         "upload_timeout_s": (manifest.upload_timeout_s, config.upload_timeout_s),

@@ -236,6 +236,7 @@ def with_source(
             staleness=task.staleness,
             weighting=task.weighting,
             aggregation=task.aggregation,
+            upload_bits=task.upload_bits,
         ),
         population=_transferring(
             population_of(source, most, population, spec.seconds_per_example), task

@@ -6,8 +6,9 @@ import asyncio
 import sqlite3
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 from aiohttp import web
 from msgspec import structs
@@ -19,7 +20,9 @@ from papaya.device.limits import DeviceLimits
 from papaya.device.training import ProtocolTrainer, TrainingRequest
 from papaya.device.use_policy import UsePolicy
 from papaya.errors import OperatorError
+from papaya.learning.compression import decode_update, encode_update, session_seed
 from papaya.learning.definition import TaskTerms
+from papaya.learning.parameters import FLOAT32
 from papaya.messages.base import TaskId
 from papaya.messages.participation import Aborted, Alive, Leave, Refused, Retry
 from papaya.messages.selection import CheckIn, Rejected
@@ -92,6 +95,39 @@ def test_a_visit_from_check_in_to_counted() -> None:
         assert isinstance(events[-1], VisitEnded)
         assert (events[-1].ending, events[-1].task) == ("counted", "next-word")
         assert "secret-7" not in repr(events)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_an_update_is_uploaded_in_as_many_bits_as_the_server_asks_for(bits: Literal[8, 16]) -> None:
+    async def scenario() -> None:
+        async with serving() as fake:
+            fake.replace["join"] = answer(joined(upload_bits=bits))
+            assert (await one_visit(fake)).ending == "counted"
+        assert isinstance(fake.messages[0], CheckIn)
+        assert fake.messages[0].capabilities.upload_bits == 8
+        [uploaded] = fake.completed
+        length = len(UPDATE) // 4
+        numbers = np.frombuffer(UPDATE, FLOAT32)
+        assert uploaded == encode_update(numbers, bits, session_seed("ab12"))
+        step = np.abs(numbers).max() / (127 if bits == 8 else 32_767)
+        decoded = decode_update([uploaded], length, bits)
+        np.testing.assert_allclose(decoded, numbers, atol=1.01 * step)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("changes", [{"secure": True}, {"evaluates": True}])
+def test_a_server_that_asks_for_fewer_bits_of_what_must_be_exact_gets_nothing(
+    changes: dict[str, bool],
+) -> None:
+    async def scenario() -> None:
+        async with serving() as fake:
+            fake.replace["join"] = answer(joined(upload_bits=8, **changes))
+            finish = await one_visit(fake)
+        assert (finish.ending, finish.reason) == ("failed", "protocol")
+        assert "chunk" not in fake.seen
 
     asyncio.run(scenario())
 

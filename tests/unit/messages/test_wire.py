@@ -63,8 +63,8 @@ def test_what_a_hello_looks_like() -> None:
     hello = CheckIn(PROTOCOL_VERSION, Capabilities("torch", ("ab12",), 512, ("eu",)), ("t1",))
     assert wire.encode(hello) == (
         b'{"type":"CheckIn","protocol":2,"capabilities":{"engine":"torch","modules":["ab12"],'
-        b'"memory_mb":512,"labels":["eu"],"trust_policy":true,"owners":[],"engine_version":""},'
-        b'"excluded":["t1"]}'
+        b'"memory_mb":512,"labels":["eu"],"trust_policy":true,"owners":[],"engine_version":"",'
+        b'"upload_bits":32},"excluded":["t1"]}'
     )
     assert wire.encode(Join(b"\x00\xff")) == b'{"type":"Join","ticket":"AP8="}'
 

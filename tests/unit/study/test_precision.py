@@ -12,7 +12,13 @@ from msgspec import structs
 
 from papaya.config import AsyncFL, TaskConfig
 from papaya.secagg import fixed_point
-from papaya.study.precision import LEAST_UPDATES, norms_of, precision, suggested_clip
+from papaya.study.precision import (
+    LEAST_UPDATES,
+    norms_of,
+    precision,
+    rounding_errors,
+    suggested_clip,
+)
 from tests.unit.secagg.builders import encoded
 
 LENGTH, GOAL = 400, 20
@@ -91,3 +97,18 @@ def test_a_clip_can_be_asked_for() -> None:
 def test_a_clip_is_not_suggested_from_a_few_updates() -> None:
     assert precision(TASK, LENGTH, 50.0, (LEAST_UPDATES - 1) * [1.0]) is None
     assert precision(TASK, LENGTH, 50.0, LEAST_UPDATES * [1.0]) is not None
+
+
+def test_the_error_of_fewer_bits_is_measured_on_the_updates_and_on_their_mean() -> None:
+    rng = np.random.default_rng(3)
+    common = rng.standard_normal(2000)
+    updates = (common + rng.standard_normal((50, 2000)) / 4).astype(np.float32)
+    found = rounding_errors(updates)
+    # Of normal numbers the largest of 256 is about 2.8, and a rounding error at random has a
+    # variance of a sixth of a step.
+    expected = 2.8 / 127 / math.sqrt(6)
+    assert found[8].update == pytest.approx(expected, rel=0.3)
+    assert found[8].mean == pytest.approx(found[8].update / math.sqrt(50), rel=0.3)
+    assert found[16].update == pytest.approx(found[8].update * 127 / 32767, rel=0.1)
+    assert rounding_errors(np.zeros((3, 10), np.float32)) == {}
+    assert rounding_errors(np.full((3, 10), np.nan, np.float32)) == {}
