@@ -1,0 +1,180 @@
+"""Claim: two cores give at least 0.85 of what two independent copies run together give.
+
+A task file with a small perceptron learns along two recordings that are there already, so only
+learning is timed. In one run, each with two cores:
+
+    copies      two processes that know nothing of each other, each with one of the runs
+    sweep       one sweep of both runs, with two jobs
+    ray         the same on a Ray cluster of two node processes with a core each (with --ray)
+    training    one run after the other, the clients of each trained in two processes
+
+Reported is the throughput in client updates per second, divided by that of the copies. Before it
+is timed, each way does a short run in the same processes, so that they have imported torch. A wrong
+result (another model) exits with 1; a slow one is only reported.
+
+Run as `python bench/two_cores.py [--ray]`; prints one JSON line per way with value and target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from papaya.sim.jobs import mapping
+from papaya.study.data.opening import save_source
+from papaya.study.data.source import Memory
+from papaya.study.lab import Lab, Make, Recording
+from papaya.study.run import Run, fleet_of, learn_run
+from papaya.study.simulation import run_of
+from papaya.study.workloads.base import Workload
+from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
+
+TARGET = 0.85
+UPDATES = 3000
+TASK = """
+import json
+import torch
+from torch import nn
+from papaya.learning.task import AsyncFL, ClientSGD, Examples, OptimizerConfig, Task
+
+def batch(examples):
+    rows = [json.loads(example) for example in examples]
+    return torch.tensor([r["x"] for r in rows]), torch.tensor([r["y"] for r in rows])
+
+def loss(module, x, y):
+    return nn.functional.cross_entropy(module(x), y)
+
+task = Task(
+    name="digits", model=lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)),
+    loss=loss, batch=batch, examples=Examples("digits"), client=ClientSGD(rate=0.1, epochs=2),
+    regime=AsyncFL(aggregation_goal=50), concurrency=200, optimizer=OptimizerConfig(kind="fedavg"),
+)
+"""
+
+
+class Timed(NamedTuple):
+    seconds: float
+    losses: list[float]
+
+
+def prepared_in(folder: Path) -> Prepared:
+    rng = np.random.default_rng(1)
+    clients = []
+    for _ in range(200):
+        y = rng.integers(0, 10, int(20 * np.exp(0.8 * rng.standard_normal())) + 5)
+        x = (np.eye(10, 64)[y] + rng.normal(size=(len(y), 64))).round(2)
+        rows = zip(x.tolist(), y.tolist(), strict=True)
+        clients.append([json.dumps({"x": a, "y": b}).encode() for a, b in rows])
+    (folder / "task.py").write_text(TASK)
+    save_source(Memory("digits", clients), folder / "clients")
+    return _opened(folder)
+
+
+def runs_in(prepared: Prepared, updates: int) -> list[Run]:
+    return [
+        run_of(prepared, None, {}, seed=seed, updates=updates, hours=100.0, evaluations=1)
+        for seed in (1, 2)
+    ]
+
+
+def learnt(folder: Path, run: Run, workload: Workload | None = None) -> float:
+    """Learn along the recording in this process; the final loss."""
+    recording = Recording(folder, run.recording_plan)
+    used = _opened(folder).make(run.recording_plan.seed, 1, None) if workload is None else workload
+    return learn_run(run, recording.trace, fleet_of(recording.report), used).end.all
+
+
+@cache
+def _opened(folder: Path) -> Prepared:
+    return prepare(WorkloadSpec(str(folder / "task.py"), f"saved:{folder / 'clients'}"))
+
+
+def timed(work: Callable[[list[Run]], list[float]], short: list[Run], long: list[Run]) -> Timed:
+    work(short)
+    started = time.monotonic()
+    losses = work(long)
+    return Timed(time.monotonic() - started, losses)
+
+
+def copies(folder: Path, short: list[Run], long: list[Run]) -> Timed:
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        return timed(lambda runs: list(pool.map(partial(learnt, folder), runs)), short, long)
+
+
+def sweep(folder: Path, short: list[Run], long: list[Run], ray: str | None) -> Timed:
+    with mapping(2, ray) as mapped:
+        make: Make = _opened(folder).shipped()
+        lab = Lab(folder, mapped, make)
+        return timed(lambda runs: [r.end.all for r in lab.learn(runs)], short, long)
+
+
+def training(folder: Path, short: list[Run], long: list[Run]) -> Timed:
+    def work(runs: list[Run]) -> list[float]:
+        return [learnt(folder, run, used) for run, used in zip(runs, workloads, strict=True)]
+
+    with ExitStack() as stack:
+        prepared = _opened(folder)
+        seeds = [run.recording_plan.seed for run in short]
+        workloads = [stack.enter_context(prepared.opened(seed, 2)) for seed in seeds]
+        return timed(work, short, long)
+
+
+@contextmanager
+def ray_nodes() -> Iterator[str]:
+    from ray.cluster_utils import Cluster
+
+    nodes: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    nodes.add_node(num_cpus=1)
+    nodes.wait_for_nodes()
+    yield nodes.address
+    nodes.shutdown()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ray", action="store_true")
+    parser.add_argument("--updates", type=int, default=UPDATES)
+    options = parser.parse_args()
+    with TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        prepared = prepared_in(folder)
+        short, long = runs_in(prepared, 100), runs_in(prepared, options.updates)
+        with mapping(2) as mapped:
+            plans = [run.recording_plan for run in (*short, *long)]
+            Lab(folder, mapped, prepared.shipped()).record(plans)
+        alone = copies(folder, short, long)
+        ways = {
+            "sweep": sweep(folder, short, long, None),
+            "training": training(folder, short, long),
+        }
+        if options.ray:
+            for path in (folder / "runs").iterdir():
+                path.unlink()
+            ways["ray"] = sweep(folder, short, long, stack.enter_context(ray_nodes()))
+        for way, found in ways.items():
+            if found.losses != alone.losses:
+                print(f"wrong result of {way}: {found.losses}, not {alone.losses}", file=sys.stderr)
+                return 1
+            ratio = round(alone.seconds / found.seconds, 3)
+            print(json.dumps({
+                "case": way, "unit": "throughput / throughput of two copies",
+                "updates_per_s": round(2 * options.updates / found.seconds, 1),
+                "value": ratio, "target": TARGET, "passed": ratio >= TARGET,
+            }))  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
