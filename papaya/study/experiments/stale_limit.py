@@ -22,7 +22,7 @@ from papaya.study.run import RecordingPlan
 
 KEY = "stale-limit"
 _LIMITS: Final = (10, 50, 200)
-_SMALLER: Final = 4  # than elsewhere, C and K alike: what counts is C / K
+_SMALLER: Final = 20  # than elsewhere, C and K alike: what counts is C / K
 _POPULATIONS: Final = {"default": DEFAULT, "stress": STRESS}
 
 
@@ -36,9 +36,9 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
 
 
 def _plan(scale: Scale, limit: int, name: str, seed: int) -> RecordingPlan:
-    regime = AsyncFL(max(1, scale.goal // _SMALLER), limit)
-    concurrency = scale.concurrency // _SMALLER
-    return window(regime, concurrency, seed, scale.window_hours / 2, _POPULATIONS[name])
+    goal = max(1, scale.goal // _SMALLER)
+    concurrency = goal * scale.concurrency // scale.goal
+    return window(AsyncFL(goal, limit), concurrency, seed, scale.window_hours / 2, _POPULATIONS[name])
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
