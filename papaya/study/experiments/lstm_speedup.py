@@ -11,8 +11,7 @@ were best for the small model. Every run is kept, so it can be interrupted.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -20,17 +19,16 @@ from papaya.study.experiments import charts
 from papaya.study.experiments.result import PaperClaim, Result, number
 from papaya.study.experiments.runs import (
     LSTM_CLIENT,
-    NEVER_H,
+    PLANS,
     RegimeName,
     Scale,
     Tuned,
-    async_plan,
     best_of,
+    hours_to,
     learning,
     met,
     name_of,
     rates,
-    sync_plan,
     target_loss,
     target_of,
     tuned_for_time,
@@ -39,14 +37,10 @@ from papaya.study.experiments.runs import (
 from papaya.study.experiments.speedup import Pair
 from papaya.study.lab import Lab
 from papaya.study.replay import Rates
-from papaya.study.run import RecordingPlan, Run, RunResult
+from papaya.study.run import RecordingPlan, Run
 
 KEY = "lstm-speedup"
 _EVALUATIONS: Final = 40
-_MAKERS: Final[dict[RegimeName, Callable[[Scale, int, int], RecordingPlan]]] = {
-    "SyncFL": sync_plan,
-    "AsyncFL": async_plan,
-}
 _PAPERS: Final = {130: 2.0, 2600: 5.0}
 
 
@@ -54,7 +48,7 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     every = {scale.concurrency, *scale.lstm_concurrencies}
     return [
         make(scale, c, seed)
-        for make in _MAKERS.values()
+        for make in PLANS.values()
         for c in sorted(every)
         for seed in (*seeds, *tuning_seeds(scale))
     ]
@@ -65,7 +59,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     share = target_of(lab, scale, scale.sync_grid, data).share
     pairs, checks = [], []
     for c in scale.lstm_concurrencies:
-        tuned = {regime: _tuned(lab, scale, regime, c, share, data) for regime in _MAKERS}
+        tuned = {regime: _tuned(lab, scale, regime, c, share, data) for regime in PLANS}
         checks += [found.check(f"{regime} at {c}") for regime, found in tuned.items()]
         pairs.append(_pair(lab, scale, seeds, c, tuned, share, data))
     line = {f"{name_of(data)}, tuned rates": [(p.concurrency, p.speedup) for p in pairs]}
@@ -98,19 +92,13 @@ def _tuned(
     lab: Lab, scale: Scale, regime: RegimeName, concurrency: int, share: float, data: str
 ) -> Tuned:
     """The fewest hours to the target, with the first moment of the small model."""
-    plans = [_MAKERS[regime](scale, concurrency, seed) for seed in tuning_seeds(scale)]
+    plans = [PLANS[regime](scale, concurrency, seed) for seed in tuning_seeds(scale)]
     grid = scale.sync_grid if regime == "SyncFL" else scale.async_grid
     moment = tuned_for_time(lab, plans, grid, share, data).rates.optimizer.beta1
     runs = [
         _run(scale, plan, rates(rate, moment, LSTM_CLIENT), data) for rate in grid for plan in plans
     ]
-
-    def hours(outcome: RunResult) -> float:
-        loss = target_loss(lab, outcome.run.recording_plan, share, data)
-        found = met(outcome.curve, loss).hours
-        return found if math.isfinite(found) else NEVER_H + outcome.end.all
-
-    return best_of(lab, runs, hours)
+    return best_of(lab, runs, hours_to(lab, share, data))
 
 
 def _run(scale: Scale, plan: RecordingPlan, chosen: Rates, data: str) -> Run:
@@ -127,7 +115,7 @@ def _pair(
     data: str,
 ) -> Pair:
     sides = []
-    for regime, make in _MAKERS.items():
+    for regime, make in PLANS.items():
         plans = [make(scale, concurrency, seed) for seed in seeds]
         run_of = partial(_run, scale, chosen=tuned[regime].rates, data=data)
         outcomes = lab.learn([run_of(plan) for plan in plans])

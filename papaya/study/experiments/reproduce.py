@@ -284,7 +284,7 @@ def _inputs(scale: Scale, seeds: Sequence[int], folder: Path) -> str:
         "default population, calibrated to the paper": asdict(DEFAULT),
         "stress population": asdict(STRESS),
         f"language, dialect {HEADLINE}": asdict(DIALECTS[HEADLINE]),
-        "real text": {"": kept_corpus(folder, scale.text).about} if scale.text else {},
+        "real text": {"corpus": kept_corpus(folder, scale.text).about} if scale.text else {},
         "task": {"training_timeout_s": task.training_timeout_s, "max_examples": task.max_examples},
         "fleet": {"check-ins per expected completion": SUPPLY},
         "client SGD": asdict(CLIENT),

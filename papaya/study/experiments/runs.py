@@ -283,6 +283,12 @@ def async_plan(scale: Scale, concurrency: int, seed: int, goal: int | None = Non
     return until_versions(AsyncFL(goal), concurrency, seed, versions)
 
 
+PLANS: Final[dict[RegimeName, Callable[[Scale, int, int], RecordingPlan]]] = {
+    "SyncFL": sync_plan,
+    "AsyncFL": async_plan,
+}
+
+
 def plain_plan(scale: Scale, seed: int) -> RecordingPlan:
     """SyncFL without over-selection: "we set concurrency equal to aggregation goal"."""
     rounds = scale.table_versions(scale.large_goal)
@@ -385,8 +391,7 @@ class Tuned(NamedTuple):
 
 def regime_plan(scale: Scale, regime: RegimeName, seed: int) -> RecordingPlan:
     """At the paper's concurrency and goal."""
-    make = sync_plan if regime == "SyncFL" else async_plan
-    return make(scale, scale.concurrency, seed)
+    return PLANS[regime](scale, scale.concurrency, seed)
 
 
 class Target(NamedTuple):
@@ -434,14 +439,19 @@ def tuned_for_time(
     data: str = HEADLINE,
 ) -> Tuned:
     """The fewest hours until this share of the reducible loss is left."""
+    runs = [learning(plan, chosen, data=data) for chosen in candidates(grid) for plan in plans]
+    return best_of(lab, runs, hours_to(lab, share, data))
+
+
+def hours_to(lab: Lab, share: float, data: str) -> Callable[[RunResult], float]:
+    """Of a run that does not get there, more hours than any, and the more the higher its loss."""
 
     def hours(outcome: RunResult) -> float:
-        """Of a run that does not get there, more, and the more the higher its loss."""
         loss = target_loss(lab, outcome.run.recording_plan, share, data)
         found = met(outcome.curve, loss).hours
         return found if math.isfinite(found) else NEVER_H + outcome.end.all
 
-    return best_of(lab, [learning(p, r, data=data) for r in candidates(grid) for p in plans], hours)
+    return hours
 
 
 def tuned_for_loss(
@@ -456,12 +466,13 @@ def tuned_for_loss(
     def loss(outcome: RunResult) -> float:
         return after_updates(outcome.curve, updates).quality.all
 
-    return best_of(lab, [learning(p, r, data=data) for r in candidates(grid) for p in plans], loss)
+    runs = [learning(plan, chosen, data=data) for chosen in candidates(grid) for plan in plans]
+    return best_of(lab, runs, loss)
 
 
-def candidates(grid: Sequence[float], client: ClientSGD = CLIENT) -> list[Rates]:
+def candidates(grid: Sequence[float]) -> list[Rates]:
     """Every rate with every first moment."""
-    return [rates(rate, beta1, client) for beta1, rate in product(MOMENTS, grid)]
+    return [rates(rate, beta1) for beta1, rate in product(MOMENTS, grid)]
 
 
 def best_of(lab: Lab, runs: Sequence[Run], score: Callable[[RunResult], float]) -> Tuned:

@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, PaperClaim, Result, number, ratios
 from papaya.study.experiments.runs import (
+    PLANS,
     Reached,
     RegimeName,
     Scale,
@@ -97,10 +98,6 @@ class SpeedupCase(NamedTuple):
 
 Measured = dict[SpeedupCase, list[Pair]]
 PAPERS, TUNED = "one rate", "tuned rates"
-_MAKERS: Final[dict[RegimeName, Callable[[Scale, int, int], RecordingPlan]]] = {
-    "SyncFL": sync_plan,
-    "AsyncFL": async_plan,
-}
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
@@ -145,8 +142,8 @@ _PARADOX = (
 
 
 def _papers(lab: Lab, scale: Scale, data: str) -> Protocol:
-    chosen = {regime: papers_rates(lab, scale, regime, data) for regime in _MAKERS}
-    every = {(regime, c): chosen[regime] for regime in _MAKERS for c in scale.concurrencies}
+    chosen = {regime: papers_rates(lab, scale, regime, data) for regime in PLANS}
+    every = {(regime, c): chosen[regime] for regime in PLANS for c in scale.concurrencies}
     return Protocol(PAPERS, papers_target(lab, scale, data), every, {})
 
 
@@ -154,7 +151,7 @@ def _tuned(lab: Lab, scale: Scale, data: str) -> Protocol:
     share = target_of(lab, scale, scale.sync_grid, data).share
     grids = {"SyncFL": scale.sync_grid, "AsyncFL": scale.async_grid}
     tuned: dict[tuple[RegimeName, int], Tuned] = {}
-    for regime, make in _MAKERS.items():
+    for regime, make in PLANS.items():
         for c in scale.concurrencies:
             plans = [make(scale, c, seed) for seed in tuning_seeds(scale)]
             tuned[regime, c] = tuned_for_time(lab, plans, grids[regime], share, data)
@@ -183,7 +180,7 @@ def _measure(
             protocol.rates[regime, concurrency],
             data,
         )
-        for regime, make in _MAKERS.items()
+        for regime, make in PLANS.items()
     ]
     return Pair(concurrency, *sides)
 
@@ -262,7 +259,7 @@ def _typical(values: Sequence[float]) -> str:
 def _ends(lab: Lab, scale: Scale, seeds: Sequence[int], data: str, protocol: Protocol) -> str:
     """Where the recorded runs end."""
     ends = []
-    for regime, make in _MAKERS.items():
+    for regime, make in PLANS.items():
         for c in scale.concurrencies:
             plans = [make(scale, c, seed) for seed in seeds]
             runs = [learning(plan, protocol.rates[regime, c], data=data) for plan in plans]

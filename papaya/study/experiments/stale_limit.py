@@ -38,7 +38,9 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
 def _plan(scale: Scale, limit: int, name: str, seed: int) -> RecordingPlan:
     goal = max(1, scale.goal // _SMALLER)
     concurrency = goal * scale.concurrency // scale.goal
-    return window(AsyncFL(goal, limit), concurrency, seed, scale.window_hours / 2, _POPULATIONS[name])
+    return window(
+        AsyncFL(goal, limit), concurrency, seed, scale.window_hours / 2, _POPULATIONS[name]
+    )
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
