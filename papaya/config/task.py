@@ -37,6 +37,7 @@ from papaya.config.upload_bits import UploadBits, encoded_bytes
 from papaya.config.versions import EngineVersion
 from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
+from papaya.secagg.damping import PAPERS
 from papaya.secagg.errors import ParametersError
 from papaya.secagg.parameters import (
     EXTRA_WORDS,
@@ -449,6 +450,19 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
                 f"tasks that allow more than {_STALENESS_OF_DEVICES}, unless their owners "
                 "raise maximum_staleness"
             )
+        damping = self.staleness.damping
+        if self.is_secure and damping is not None:
+            smallest, allowed = (
+                damping.factor(self.max_staleness),
+                PAPERS.factor(_STALENESS_OF_DEVICES),
+            )
+            if smallest < allowed and self.max_staleness <= _STALENESS_OF_DEVICES:
+                found.append(
+                    f"staleness.kind = {self.staleness.kind!r} damps an update by up to "
+                    f"{smallest:.2g} at max_staleness = {self.max_staleness}: with secure "
+                    f"aggregation, devices refuse less than {allowed:.2g} unless their owners "
+                    "raise maximum_staleness"
+                )
         if self.privacy is not None:
             found += self._privacy_warnings(self.privacy)
         if not self.aggregation.is_mean:

@@ -158,11 +158,6 @@ class RecordRow(Row, frozen=True):
     manifest: bytes = b""
     updates: tuple[BlobKey, ...] | UnsetType = UNSET
 
-    @property
-    def is_durable(self) -> bool:
-        """Are the updates of its members in blobs?"""
-        return bool(self.sum or self.updates)
-
 
 class VersionRow(Row, frozen=True):
     """One server model. `seq` is the fence under which it was committed.

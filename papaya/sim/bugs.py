@@ -21,7 +21,7 @@ from papaya.aggregator.masked_sum import TsaError
 from papaya.aggregator.offers import Offers
 from papaya.aggregator.pipeline import Buffer, Pipeline
 from papaya.aggregator.sessions import Session
-from papaya.aggregator.shards import NewBlobs, Shards
+from papaya.aggregator.shards import NewBlobs, Shards, TakeLock, _BufferUpdates
 from papaya.aggregator.tsa import TsaAdapter
 from papaya.aggregator.work import FAILED, UNREACHABLE, Fold, Stepped, StockedOffer
 from papaya.client.client import Client
@@ -272,6 +272,16 @@ def _of_strangers(record: RecordRow, goal: int) -> Buffer:
     return _of_record(replace(record, members=strangers), goal)
 
 
+_of_members = _BufferUpdates.of_record
+
+
+def _of_a_member_twice(record: RecordRow, lock: TakeLock) -> _BufferUpdates:
+    first, *others = record.updates or ()
+    return _of_members(
+        replace(record, updates=(first, *others[:-1], *[first] * bool(others))), lock
+    )
+
+
 def _spare_revoked(self: HeldTask) -> Effects:
     key = self.ledger.pseudonym_key
     self._revoked = frozenset(pseudonym_of(device, key) for device in self._revoked_devices)
@@ -429,6 +439,10 @@ BUGS: dict[str, Bug] = {
     "devices-forgotten-by-a-successor": Bug(
         "a new holder of a task does not know which devices are in the open buffers",
         ((Buffer, "of_record", staticmethod(_of_strangers)),),
+    ),
+    "member-twice-after-a-failover": Bug(
+        "a new holder of a task combines one update of an open buffer twice, and another one never",
+        ((_BufferUpdates, "of_record", staticmethod(_of_a_member_twice)),),
     ),
     "seed-accepted-twice": Bug(
         "the TSA accepts the seed of an offer a second time", ((TSA, "accept", _accept_again),)

@@ -14,7 +14,7 @@ from random import Random
 
 from msgspec import structs
 
-from papaya.config import AsyncFL, SyncFL, TaskConfig
+from papaya.config import AsyncFL, Staleness, SyncFL, TaskConfig
 from papaya.messages import owner
 from papaya.messages.base import TaskId
 from papaya.messages.owner import TaskRows
@@ -33,6 +33,12 @@ from papaya.sim.storage import OWNER
 
 _MEAN_GAP_HEARTBEATS = 12.0
 _FIRST_CANDIDATE = 1_000_000  # revisions of rollouts are numbered from here
+STALENESS_FUNCTIONS = (
+    Staleness(),
+    Staleness("constant"),
+    Staleness("polynomial", exponent=1.0),
+    Staleness("hinge", slope=0.5, grace=1),
+)
 
 
 def signed(config: TaskConfig, revision: int, seq: int = 0) -> TaskConfig:
@@ -156,6 +162,9 @@ def changed(config: TaskConfig, rng: Random) -> TaskConfig:
         clip=clip,
         privacy=privacy,
         max_examples=rng.choice((5, 50, 1500)),
+        staleness=config.staleness
+        if config.staleness == Staleness()
+        else rng.choice(STALENESS_FUNCTIONS),
         training_timeout_s=rng.choice((15.0, 30.0)),
         upload_timeout_s=rng.choice((8.0, 20.0)),
     )

@@ -20,6 +20,7 @@ from papaya.aggregator.sessions import ticket_life_s
 from papaya.aggregator.upload import needed_bytes
 from papaya.client.work import Seal, Sealed, Train
 from papaya.config import (
+    Aggregation,
     AsyncFL,
     DeviceConfig,
     OptimizerConfig,
@@ -29,6 +30,7 @@ from papaya.config import (
     ServerConfig,
     SyncFL,
     TaskConfig,
+    Weighting,
 )
 from papaya.config.privacy import PrivateWeighting
 from papaya.errors import PapayaError
@@ -44,7 +46,7 @@ from papaya.sim.faults import Faults, Hostile
 from papaya.sim.maintenance import MaintenanceOperator
 from papaya.sim.network import NetworkConfig
 from papaya.sim.population import PopulationConfig
-from papaya.sim.revisions import RevisionOwner, RolloutOwner, signed
+from papaya.sim.revisions import STALENESS_FUNCTIONS, RevisionOwner, RolloutOwner, signed
 from papaya.sim.storage import StorageConfig
 
 _LABELS = ("red", "green", "blue")
@@ -53,6 +55,7 @@ _MAX_EVENTS = 3_000_000
 _OPEN_BUFFERS = 2
 _SMALL_FLEET = 100
 _CLIP = 64.0
+_CAP = 5  # at most the least max_examples of a revision
 """Above the norm of every update that a simulated device makes."""
 
 
@@ -96,6 +99,7 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
     """Run one seed to its end or to the first broken promise. Raises nothing."""
     rng = Random(f"swarm/{seed}")
     config = _with_privacy(random_cluster(rng), Random(f"privacy/{seed}"))
+    config = _with_methods(config, Random(f"methods/{seed}"))
     evaluations = Random(f"evaluations/{seed}")
     evaluates = evaluations.random() < 0.5 and any(task.privacy is None for task in config.tasks)
     if evaluates:
@@ -290,6 +294,28 @@ def _with_privacy(config: ClusterConfig, rng: Random) -> ClusterConfig:
         return config
     population = structs.replace(config.population, size=_SMALL_FLEET)
     return structs.replace(config, tasks=tasks, population=population)
+
+
+def _with_methods(config: ClusterConfig, rng: Random) -> ClusterConfig:
+    """Some tasks have other weights and another damping; some in the clear keep single updates."""
+
+    def changed(task: TaskConfig) -> TaskConfig:
+        if rng.random() < 0.6:
+            return task
+        weighting = rng.choice((Weighting(), Weighting("equal"), Weighting("capped", _CAP)))
+        rule, durability = Aggregation(), task.durability
+        if not task.is_bound and rng.random() < 0.7:
+            rule, durability = Aggregation(rng.choice(("median", "norm_bound"))), "commit"
+            weighting = Weighting("equal") if rule.ignores_weights else weighting
+        return structs.replace(
+            task,
+            staleness=rng.choice(STALENESS_FUNCTIONS),
+            weighting=weighting if task.privacy is None else Weighting(),
+            aggregation=rule,
+            durability=durability,
+        )
+
+    return structs.replace(config, tasks=tuple(map(changed, config.tasks)))
 
 
 def _with_room_for_evaluations(config: ClusterConfig) -> ClusterConfig:

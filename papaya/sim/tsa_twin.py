@@ -22,7 +22,7 @@ from papaya.client.work import Seal, Sealed
 from papaya.learning.parameters import FLOAT32
 from papaya.secagg.channel import DEVICE_TAG_BYTES
 from papaya.secagg.offer import Offer
-from papaya.secagg.parameters import PublicParameters
+from papaya.secagg.parameters import MAX_STALENESS, PublicParameters
 from papaya.secagg.participant import ParticipantPolicy, Terms, UnsealedUpdate
 from papaya.secagg.unmask import TakeBlock, give_in_blocks
 from papaya.secagg.words import Words
@@ -138,7 +138,7 @@ def sealed(work: Seal, now: float, rng: Random, manifest: str = "", device: int 
         max_examples=parameters.max_examples,
         max_staleness=parameters.max_staleness,
         minimum_threshold=1,
-        maximum_staleness=parameters.max_staleness,
+        maximum_staleness=MAX_STALENESS,
         weighting=parameters.weighting,
         damping=parameters.damping,
         manifest=manifest,

@@ -160,3 +160,11 @@ def test_what_a_rule_stores_is_shown() -> None:
     [warning] = [found for found in config.warnings() if "aggregation.kind" in found]
     assert "20 x 20.0 MB = 400 MB" in warning
     assert config.members_bytes == 20 * 20_000_000
+
+
+def test_a_function_that_devices_would_refuse_gives_a_warning() -> None:
+    steep = secure(staleness=Staleness("hinge"), regime=AsyncFL(10, max_staleness=50))
+    [warning] = [found for found in steep.warnings() if "staleness.kind" in found]
+    assert "maximum_staleness" in warning
+    gentle = secure(staleness=Staleness("hinge"), regime=AsyncFL(10, max_staleness=7))
+    assert not [found for found in gentle.warnings() if "staleness.kind" in found]
