@@ -103,13 +103,29 @@ class Books:
         assert len(members) == self.config.aggregation_goal, f"version {version}: {len(members)}"
         if self.config.optimizer == OptimizerConfig(kind="fedavg", rate=1.0):
             step = self.parameters(version) - self.parameters(version - 1)
+            if self.config.aggregation.kind == "median":
+                updates = [exact_update(member, self.config.model_length) for member in members]
+                worst = float(np.abs(step - np.median(updates, axis=0)).max())
+                assert worst <= _ROUNDING, f"version {version} is no median: off by {worst}"
+                return
             found = step * sum(member.examples for member in members)
             self._compare(found, members, f"version {version}")
 
     def _check_sum(self, record: RecordRow) -> None:
+        if not self.config.aggregation.is_mean:
+            self._check_updates(record)
+            return
         total = WeightedSum.decode(self.blobs.get(record.sum), self.config.model_length)
         assert total.weight == record.weight == sum(m.examples for m in record.members)
         self._compare(total.vector.astype(np.float64), record.members, f"record {record.target}")
+
+    def _check_updates(self, record: RecordRow) -> None:
+        keys = record.updates or ()
+        assert len(keys) == len(record.members) == len(set(keys)), "one blob for each member"
+        for member, key in zip(record.members, keys, strict=True):
+            found = np.frombuffer(self.blobs.get(key), np.float32)
+            worst = float(np.abs(found - exact_update(member, self.config.model_length)).max())
+            assert worst <= _ROUNDING, f"{key} is not the update of {member.session}"
 
     def _compare(self, found: Exact, members: tuple[Member, ...], what: str) -> None:
         expected = exact_sum(members, self.config.model_length)
@@ -141,6 +157,11 @@ def exact_sum(members: Iterable[Member], length: int) -> Exact:
     """n * w(s) * delta, summed in float64: the slow reference."""
     total = np.zeros(length)
     for member in members:
-        weight = member.examples / math.sqrt(1 + member.staleness)
-        total += weight * np.array(protocol_vector(member.session, length))
+        total += member.examples * exact_update(member, length)
     return total
+
+
+def exact_update(member: Member, length: int) -> Exact:
+    """w(s) * delta."""
+    damping = 1 / math.sqrt(1 + member.staleness)
+    return damping * np.array(protocol_vector(member.session, length), np.float64)

@@ -1,8 +1,8 @@
 """The server is killed in mid-upload, again and again: what was acknowledged counts exactly once.
 
-All roles in one process, both regimes at once, devices that go on through every failure. Each kill
-waits for something to happen (so many chunks acknowledged, an upload half-way, an acknowledgement
-lost on its way), never for time to pass.
+All roles in one process, both regimes and a median at once, devices that go on through every
+failure. Each kill waits for something to happen (so many chunks acknowledged, an upload half-way,
+an acknowledgement lost on its way), never for time to pass.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
-from papaya.config import AsyncFL, OptimizerConfig, SyncFL, TaskConfig
+from papaya.config import Aggregation, AsyncFL, OptimizerConfig, SyncFL, TaskConfig, Weighting
 from tests.system.admin import Admin
 from tests.system.fleet import Book, fleet, some_across_failures
 from tests.system.oracle import Books
 from tests.system.processes import Installation, ServerProcess
 
 _LENGTH = 48  # 12 chunks of 16 bytes
-_DEVICES = 18
+_DEVICES = 23
 _STEP_S = 60.0
 
 _FEDAVG = OptimizerConfig(kind="fedavg", rate=1.0)
@@ -47,6 +48,17 @@ SYNC = TaskConfig(
 )
 
 
+MEDIAN = structs.replace(
+    ASYNC,
+    task="median-task",
+    concurrency=5,
+    regime=AsyncFL(aggregation_goal=3),
+    aggregation=Aggregation("median"),
+    weighting=Weighting("equal"),
+)
+TASKS = (ASYNC, SYNC, MEDIAN)
+
+
 def test_ten_kills_in_mid_upload_lose_and_double_nothing(tmp_path: Path) -> None:
     kill_and_count(tmp_path, kills=10)
 
@@ -60,11 +72,11 @@ def kill_and_count(folder: Path, kills: int) -> None:
     with Installation(folder) as installation:
         server = installation.add().start()
         admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
-        for config in (ASYNC, SYNC):
+        for config in TASKS:
             admin.submit(config)
         book = asyncio.run(_kill_again_and_again(installation, server, kills))
         assert server.stop() == 0
-        for config in (ASYNC, SYNC):
+        for config in TASKS:
             books = Books(installation.data, config.task)
             books.check(book.of(config.task))
             assert books.newest >= 1, f"{config.task} made no version; {book}"
@@ -85,11 +97,11 @@ async def _kill_again_and_again(
             book.next_era()
             await asyncio.to_thread(server.start)
         book.last_era()
-        before = {config.task: len(book.of(config.task)) for config in (ASYNC, SYNC)}
+        before = {config.task: len(book.of(config.task)) for config in TASKS}
         await book.until(
             lambda: all(
                 len(book.of(config.task)) >= before[config.task] + config.aggregation_goal
-                for config in (ASYNC, SYNC)
+                for config in TASKS
             ),
             _STEP_S,
             "a version of each task after the last failure",

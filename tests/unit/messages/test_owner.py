@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from papaya.config import AsyncFL, EvaluationPlan, SyncFL, TaskConfig
+from papaya.config import (
+    Aggregation,
+    AsyncFL,
+    EvaluationPlan,
+    OptimizerConfig,
+    SyncFL,
+    TaskConfig,
+    Weighting,
+)
 from papaya.errors import OperatorError
 from papaya.messages import owner
 from papaya.messages.owner import TaskRows
@@ -314,3 +324,25 @@ def test_the_key_of_pseudonyms_is_deleted_when_the_task_ends() -> None:
 
     assert after("paused").pseudonym_key == b"secret"
     assert after("completed").pseudonym_key == after("cancelled").pseudonym_key == b""
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"optimizer": OptimizerConfig(kind="fedavg")}, "optimizer.kind"),
+        ({"optimizer": OptimizerConfig(momentum=0.9)}, "optimizer.momentum"),
+        (
+            {"aggregation": Aggregation("median"), "weighting": Weighting("equal")},
+            "aggregation.kind",
+        ),
+        ({"aggregation": Aggregation("mine")}, "aggregation.kind"),
+    ],
+)
+def test_a_revision_cannot_change_what_stored_data_depends_on(
+    changes: dict[str, Any], named: str
+) -> None:
+    found = TaskRows("next-word", running_rows())
+    with pytest.raises(OperatorError, match=named):
+        owner.revise(found, structs.replace(TASK, **changes), [], 60.0, revision=2)
+    allowed = structs.replace(TASK, optimizer=structs.replace(TASK.optimizer, rate=0.5))
+    owner.revise(found, allowed, [], 60.0, revision=2)

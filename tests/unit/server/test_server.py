@@ -347,3 +347,20 @@ def test_an_aggregator_whose_clock_is_an_hour_ahead_is_refused_and_logged(
 
     asyncio.run(run())
     assert "clock_differs peer=aggregator" in caplog.text
+
+
+def test_a_server_starts_only_with_the_extensions_that_it_allows(tmp_path: Path) -> None:
+    async def run() -> None:
+        allowed = deployment(tmp_path, extensions=("server_optimizers:not_installed",))
+        with pytest.raises(OperatorError, match="not_installed of the group") as caught:
+            await Server(allowed).start()
+        assert "install" in caught.value.hint
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("extension", ["lamb", "optimizers:lamb", "server_optimizers:La mb"])
+def test_an_extension_is_named_by_its_group(tmp_path: Path, extension: str) -> None:
+    with pytest.raises(ConfigError, match="extensions = ") as caught:
+        deployment(tmp_path, extensions=(extension,))
+    assert 'extensions = ["server_optimizers:lamb"]' in caught.value.hint
