@@ -101,8 +101,7 @@ class BufferMembers:
         """The L2 norm of each update."""
         squares = np.zeros(len(self), FLOAT64)
         for _, block in self.blocks():
-            wide = block.astype(FLOAT64)
-            squares += np.vecdot(wide, wide)
+            squares += np.einsum("ij,ij->i", block, block, dtype=FLOAT64)
         return np.sqrt(squares)
 
     def each_coordinate(self, combine: Callable[[MemberRows], npt.NDArray[Any]]) -> Vector:
@@ -139,7 +138,7 @@ class _NormBound(MembersRule):
         factors = members.weights * scales / members.weights.sum()
         found = np.empty(members.length, FLOAT32)
         for part, block in members.blocks():
-            found[part] = factors @ block.astype(FLOAT64)
+            found[part] = np.einsum("i,ij->j", factors, block, dtype=FLOAT64)
         return found
 
 

@@ -17,7 +17,9 @@ from papaya.config import (
     PrivateEvaluation,
     Requirements,
     SecureAggregation,
+    Staleness,
     TaskConfig,
+    Weighting,
 )
 from papaya.device.trust import agreed_policy
 from papaya.errors import ProtocolError
@@ -76,6 +78,30 @@ def test_a_device_agrees_to_what_its_file_says(config: TaskConfig) -> None:
         an_owner(), config.task, TaskTerms.of(a_config()), evaluates=is_evaluation
     )
     policy.check(offered(config))
+
+
+@pytest.mark.parametrize(
+    ("methods", "reason"),
+    [
+        ({"weighting": Weighting("equal")}, "weighting"),
+        ({"weighting": Weighting("capped", 20)}, "max_examples"),
+        ({"staleness": Staleness("constant")}, "damping"),
+        ({"staleness": Staleness("hinge", slope=0.5, grace=10)}, "damping"),
+    ],
+)
+def test_a_device_agrees_to_the_weights_and_the_damping_of_its_file(
+    methods: dict[str, Any], reason: str
+) -> None:
+    config = a_config(**methods)
+    policy = agreed_policy(an_owner(), config.task, TaskTerms.of(config), evaluates=False)
+    policy.check(offered(config))
+    assert refusal(an_owner(), a_config(), config) == reason
+
+
+def test_a_device_limits_the_damping_of_any_function() -> None:
+    steep = a_config(staleness=Staleness("polynomial", exponent=2.0))
+    assert refusal(an_owner(), steep, steep) == "damping"
+    assert refusal(an_owner(maximum_staleness=10_000), steep, a_config()) == "damping"
 
 
 @pytest.mark.parametrize("weaker", [SecureAggregation(10), SecureAggregation(GOAL - 1)])
