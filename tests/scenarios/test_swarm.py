@@ -25,6 +25,7 @@ BEGINS_AT = {
     "fold-before-accept": 1,
     "fsync-forgotten": 2,
     "manifests-mixed-in-a-buffer": 29,
+    "member-twice-after-a-failover": 47,
     "nan-under-the-mask": 2,
     "noise-drawn-again": 65,
     "noise-halved": 26,
