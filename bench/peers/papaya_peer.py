@@ -7,7 +7,6 @@ and step are the aggregator's. Runs in the virtual environment of Papaya.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch_models
 from common import BATCH, Array, Data, serve
 
 from papaya.config import OptimizerConfig
+from papaya.learning.executorch.shim import cache_folder
 from papaya.learning.kernels import fastest
 from papaya.learning.parameters import Vector
 from papaya.learning.server_optimizer import server_optimizer
@@ -58,10 +58,7 @@ class Papaya:
         self._examples = [inputs.tobytes() + targets.tobytes() for inputs, targets in rows]
         self._offsets = data.offsets
         self._sgd = loaded.task.client
-        steps = os.environ.get("PAPAYA_STEPS", "compiled")
-        library = None
-        if steps == "compiled":
-            library = compile_gradient(loaded.task, self._examples[:4], Path(place.name))
+        library = compile_gradient(loaded.task, self._examples[:4], cache_folder() / "gradients")
         nobody = np.zeros(0, np.int64)
         self._workload = TorchWorkload(
             loaded, self._examples_of, Clients(nobody, nobody, nobody), library=library
