@@ -120,6 +120,13 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._check_privacy()
+        require(
+            self.engine == "torch" or not self.client.precision,
+            "client.precision",
+            self.client.precision,
+            "programs train in float32",
+            "leave it out, or use --engine torch",
+        )
         for field in ("training_timeout_s", "upload_timeout_s"):
             value = getattr(self, field)
             require(math.isfinite(value) and value > 0, field, value, "must be above zero", "")

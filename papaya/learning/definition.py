@@ -42,6 +42,7 @@ from papaya.learning.example_fields import ExampleField
 from papaya.learning.schedules import ConstantRate, Schedule
 
 ClientOptimizerName = Literal["sgd", "adam", "adamw"]
+ClientPrecision = Literal["float32", "bfloat16"]
 
 ADAM_DEFAULTS = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
 """Those of torch.optim.Adam."""
@@ -85,7 +86,9 @@ class ClientSGD(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     The steps are those of `torch.optim`: SGD, with `momentum` and `nesterov`; Adam and AdamW, with
     `beta1`, `beta2` and `epsilon`. `proximal` is the μ of FedProx: the loss that is minimised has a
     term μ/2 · ‖w − w₀‖², where w₀ is the downloaded model. `max_gradient_norm` bounds the L2 norm
-    of the gradient of each step, before the optimizer uses it.
+    of the gradient of each step, before the optimizer uses it. `precision`: with "bfloat16" torch
+    computes losses and gradients in bfloat16 where its autocast does; parameters, steps and updates
+    are float32. Only for the torch engine.
 
     Fields from `optimizer` on are unset if they have no effect: a manifest has one encoding, and
     those that were signed before there were such fields keep theirs.
@@ -105,6 +108,7 @@ class ClientSGD(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     proximal: float | UnsetType = UNSET
     max_gradient_norm: float | UnsetType = UNSET
     schedule: Schedule | UnsetType = UNSET
+    precision: ClientPrecision | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         require(
@@ -148,6 +152,10 @@ class ClientSGD(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 structs.force_setattr(self, field, UNSET)
         if self.schedule == ConstantRate():
             structs.force_setattr(self, "schedule", UNSET)
+        precision = self.precision or "float32"
+        require_choice("client.precision", precision, get_args(ClientPrecision))
+        if precision == "float32":
+            structs.force_setattr(self, "precision", UNSET)
 
     def _check_optimizer(self) -> None:
         """Makes the settings of Adam explicit, and refuses those of another optimizer."""

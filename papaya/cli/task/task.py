@@ -346,6 +346,7 @@ def _in_words(training: ClientSGD) -> str:
         ("max_gradient_norm", "gradient norm at most"),
     ):
         words += [f"{name} {value:g}"] if (value := getattr(training, field)) else []
+    words += [f"in {training.precision}"] if training.precision else []
     if training.schedule:
         kind, *settings = msgspec.to_builtins(training.schedule).items()
         inside = ", ".join(f"{name} {value:g}" for name, value in settings)

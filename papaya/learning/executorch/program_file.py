@@ -170,6 +170,11 @@ def _header(text: bytes) -> ProgramHeader:
             f"the terms say {header.terms.max_examples}",
             hint=_AGAIN,
         )
+    if header.client.precision:
+        raise OperatorError(
+            f"programs train in float32, not in {header.client.precision}",
+            hint="leave client.precision out, or train with task files: --engine torch",
+        )
     if header.executorch != EXECUTORCH_VERSION:
         raise OperatorError(
             f"the program was compiled with ExecuTorch {header.executorch}, "

@@ -59,8 +59,9 @@ class CompiledEngine(TorchEngine):
         is_clipped: bool = True,
     ) -> tuple[bytes, int]:
         client = self.task.client
-        if client.weight_decay and self._compiled.library.is_partial:
-            # A parameter without a gradient is not decayed; in one vector it would be.
+        if client.precision or (client.weight_decay and self._compiled.library.is_partial):
+            # A parameter without a gradient is not decayed; in one vector it would be. The compiled
+            # gradient is float32.
             return super().train(parameters, examples, seed, step_done, is_clipped=is_clipped)
         used = used_examples(examples, client)
         trained = torch.from_numpy(parameters.copy())

@@ -99,7 +99,8 @@ class TorchEngine:
         with seeded(seed), torch.enable_grad():
             for batch in training_batches(used, client, seed, step_done):
                 set_batch_norms(self._module, len(batch))
-                loss = checked_loss(self.task, self._module, batch)
+                with torch.autocast("cpu", torch.bfloat16, enabled=bool(client.precision)):
+                    loss = checked_loss(self.task, self._module, batch)
                 optimizer.step(self._gradients(loss, optimizer.values))
         clip = self.task.clip if is_clipped else None
         update = update_bytes(values_of(self._parts.shared), parameters, clip)

@@ -292,3 +292,15 @@ def test_weights_and_staleness_functions_are_signed() -> None:
 def test_weights_that_could_be_said_in_two_ways_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         a_manifest(**changes)
+
+
+def test_a_program_cannot_be_signed_for_bfloat16() -> None:
+    half = ClientSGD(rate=0.1, precision="bfloat16")
+    assert a_manifest(client=half).client == half
+    with pytest.raises(ConfigError, match=r"client\.precision"):
+        a_manifest(client=half, engine="executorch")
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_fewer_bits_are_part_of_the_digest(bits: int) -> None:
+    assert a_manifest(upload_bits=bits).digest != a_manifest().digest

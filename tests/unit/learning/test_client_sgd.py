@@ -23,6 +23,7 @@ PLAIN = (
         {"optimizer": "sgd"},
         {"nesterov": False},
         {"proximal": 0.0},
+        {"precision": "float32"},
         {"max_gradient_norm": 0},
         {"schedule": ConstantRate()},
     ],
@@ -46,6 +47,7 @@ def test_the_settings_of_adam_are_signed_also_if_they_are_the_usual_ones() -> No
         ClientSGD(rate=0.1, optimizer="adamw", beta1=0.5, weight_decay=0.01),
         ClientSGD(rate=0.1, schedule=CosineDecay(warmup_steps=3, end=0.1)),
         ClientSGD(rate=0.1, schedule=StepDecay(every_steps=3)),
+        ClientSGD(rate=0.1, precision="bfloat16"),
     ],
 )
 def test_settings_are_read_as_they_were_written(client: ClientSGD) -> None:
@@ -65,6 +67,7 @@ def test_a_field_of_a_later_version_is_refused() -> None:
     ("settings", "problem"),
     [
         ({"optimizer": "lamb"}, "not one of sgd, adam, adamw"),
+        ({"precision": "float16"}, "not one of float32, bfloat16"),
         ({"beta1": 0.9}, "client.beta1 = 0.9: is for Adam and AdamW"),
         ({"optimizer": "adam", "beta2": 1.0}, "client.beta2"),
         ({"optimizer": "adam", "epsilon": 0.0}, "client.epsilon"),

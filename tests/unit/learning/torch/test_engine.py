@@ -105,7 +105,8 @@ def trained_by_torch(initial: Vector, client: ClientSGD, seed: int) -> Vector:
         for start in range(0, len(order), client.batch_size):
             chosen = [EXAMPLES[i] for i in order[start : start + client.batch_size]]
             optimizer.zero_grad()
-            value = loss(module, *to_tensors(chosen))
+            with torch.autocast("cpu", torch.bfloat16, enabled=bool(client.precision)):
+                value = loss(module, *to_tensors(chosen))
             if client.proximal:
                 pairs = zip(module.parameters(), start_values, strict=True)
                 distance = torch.stack([(now - before).square().sum() for now, before in pairs])
@@ -163,6 +164,17 @@ def test_it_trains_bit_by_bit_as_torch_optim_does(client: ClientSGD, seed: int) 
     assert update == expected.tobytes()
     assert examples == len(EXAMPLES)
     assert np.count_nonzero(as_vector(update)) > 10
+
+
+def test_bfloat16_is_that_of_torchs_autocast_and_the_update_is_float32() -> None:
+    exact = ClientSGD(rate=0.05, momentum=0.9, epochs=3, batch_size=4)
+    client = msgspec.structs.replace(exact, precision="bfloat16")
+    initial = a_model()
+    update, _ = an_engine(client=client).train(initial, EXAMPLES, seed=11)
+    assert update == (trained_by_torch(initial, client, seed=11) - initial).tobytes()
+    precise, _ = an_engine(client=exact).train(initial, EXAMPLES, seed=11)
+    difference = norm(as_vector(update) - as_vector(precise))
+    assert 0 < difference < 0.2 * norm(as_vector(precise))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
