@@ -153,9 +153,12 @@ class Advertised(Struct, frozen=True, gc=False):
 
     def fits(self, device_class: DeviceClass) -> bool:
         """Is one of its revisions compatible with these devices?"""
-        both = [self.requirements]
-        both += [] if self.candidate is None else [self.candidate.requirements]
-        return any(device_class.fits(self.task, needs, self.is_secure) for needs in both)
+        if device_class.fits(self.task, self.requirements, self.is_secure):
+            return True
+        candidate = self.candidate
+        return candidate is not None and device_class.fits(
+            self.task, candidate.requirements, self.is_secure
+        )
 
     def needs_of(self, device: str, device_class: DeviceClass) -> Requirements:
         """The revision for this device: the candidate for a share of the devices, unless they have
