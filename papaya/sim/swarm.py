@@ -52,6 +52,7 @@ from papaya.sim.storage import StorageConfig
 _LABELS = ("red", "green", "blue")
 _NEW_VERSIONS = 2
 _MAX_EVENTS = 3_000_000
+_OPERATED_EVERY, _OPERATED = 10, 7  # seeds 7, 17, 27, …
 _OPEN_BUFFERS = 2
 _SMALL_FLEET = 100
 _CLIP = 64.0
@@ -107,12 +108,14 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
     if evaluates:
         config = _with_room_for_evaluations(config)
     revisions = Random(f"revisions/{seed}")
-    revises = revisions.random() < 0.5
+    # Rollouts and maintenance have seeds of their own, so that they do not hide what others show.
+    is_operated = seed % _OPERATED_EVERY == _OPERATED
+    if is_operated:
+        config = structs.replace(config, is_identified=True)
+    revises = revisions.random() < 0.5 or is_operated
     if revises:
         config = structs.replace(config, tasks=tuple(signed(task, 0) for task in config.tasks))
-    rollouts, maintenance = Random(f"rollouts/{seed}"), Random(f"maintenance/{seed}")
-    rolls_out = revises and config.is_identified and rollouts.random() < 0.7
-    is_maintained = maintenance.random() < 0.3
+    operations = Random(f"operations/{seed}")
     auditor, hostile = Auditor(_lies), Hostile()
     cluster = Cluster(config, seed, observers=(auditor, hostile), behaviour=SwarmBehaviour())
     failure = None
@@ -122,10 +125,9 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
                 EvaluationOwner(cluster, evaluations)
             if revises:
                 RevisionOwner(cluster, revisions, _faults_until(config))
-            if rolls_out:
-                RolloutOwner(cluster, rollouts, _faults_until(config))
-            if is_maintained:
-                MaintenanceOperator(cluster, maintenance, _faults_until(config))
+            if is_operated:
+                RolloutOwner(cluster, operations, _faults_until(config))
+                MaintenanceOperator(cluster, operations, _faults_until(config))
             _run(cluster, auditor, hostile, rng, evaluates=evaluates)
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
