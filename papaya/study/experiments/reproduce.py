@@ -99,8 +99,8 @@ _MODULES: Final[tuple[ModuleType, ...]] = (
     tee_transfer,
     stale_limit,
     sensitivity,
-    lstm_speedup,
     privacy,
+    lstm_speedup,
 )
 EXPERIMENTS: Final[dict[str, Experiment]] = {
     module.KEY: cast(Experiment, module) for module in _MODULES

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from papaya.config import OptimizerConfig
+from papaya.config import OptimizerConfig, Privacy
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Vector
 from papaya.learning.weighting import clipped
@@ -294,3 +294,34 @@ def test_a_damaged_checkpoint_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_bytes(b"damaged")
     trace, checkpoints = a_trace(3, 4), Checkpoints(tmp_path / "checkpoint", every_s=0)
     assert learn(trace, Drift(), RATES, checkpoints=checkpoints) == learn(trace, Drift(), RATES)
+
+
+def test_a_private_task_steps_with_the_noise_of_an_aggregator() -> None:
+    """With a huge rate of noise, the first step is the noise and nothing else, whoever trains."""
+    clip, z, goal = 0.05, 40.0, 4
+    privacy = Privacy(clip=clip, max_participations=1, delta=1e-6, noise_multiplier=z)
+    rates = structs.replace(
+        RATES, optimizer=OptimizerConfig(kind="fedavg", rate=1.0), privacy=privacy
+    )
+    workload = Kept(EmbeddingWorkload(POPULATION, LANGUAGE, seed=3))
+    learn(a_trace(2, goal, stale=0, seed=3), workload, rates)
+    steps = np.diff(np.array(workload.judged, np.float64), axis=0)
+    assert steps.std(axis=1) == pytest.approx([z * clip / goal] * 2, rel=0.1)
+    first, second = steps
+    alike = float(first @ second) / math.sqrt(float(first @ first) * float(second @ second))
+    assert abs(alike) < 0.15, "each version has noise of its own"
+
+
+def test_a_repeated_trace_is_that_of_a_larger_fleet() -> None:
+    trace = a_trace(5, 3, stale=2, seed=9)
+    larger = trace.repeated(4)
+    assert larger.versions == trace.versions
+    for version in range(1, 6):
+        before, after = trace.members(version), larger.members(version)
+        assert after.stop - after.start == 4 * (before.stop - before.start)
+        assert larger.start[after].tolist() == np.repeat(trace.start[before], 4).tolist()
+        assert larger.staleness[after].tolist() == np.repeat(trace.staleness[before], 4).tolist()
+    devices = larger.clients.device.reshape(-1, 4)
+    assert (devices[:, 0] == trace.clients.device).all()
+    assert len(np.unique(devices)) == 4 * len(np.unique(trace.clients.device))
+    assert larger.clients.examples.reshape(-1, 4)[:, 3].tolist() == trace.clients.examples.tolist()
