@@ -218,9 +218,9 @@ async def revise(
     change = structs.replace(change, require=(*change.require, rollout_row))
     if not is_renewal:
         await require_privacy(service, kept.config)
-        await require_server_methods(service, kept.config)
-        put = (*change.put, kept.revision_row(service.now()))
-        change = structs.replace(change, put=put)
+        needs = await require_server_methods(service, kept.config)
+        put = (*change.put, kept.revision_row(service.now()), *needs.put)
+        change = structs.replace(change, require=change.require + needs.require, put=put)
     await write_within_quota(service, caller, kept.config, change, attempt, (found.task,))
     return (await service.task(found.task)).task
 

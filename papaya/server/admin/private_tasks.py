@@ -30,15 +30,21 @@ async def require_privacy(service: AdminService, config: TaskConfig) -> Transact
             hint='set device_tokens = "signed" in the server\'s file, or use secure_aggregation',
         )
     # An aggregator of an earlier version does not know `privacy`.
-    nodes = await require_one_version(
+    return await require_newest_format(
         service,
         "a private task needs servers of one version, because an earlier one may add no noise",
     )
+
+
+async def require_newest_format(service: AdminService, why: str) -> Transaction:
+    """Raises the format of the cluster, so that no earlier version starts after this."""
+    nodes = await require_one_version(service, why)
     rows = await service.state.read(Formats.prefixes)
     found = Formats().with_private_tasks(rows, nodes)
     if found is None:
         raise Conflict(
-            "a server does not know private tasks", hint="finish the upgrade: papaya status"
+            "a server does not know the settings of this task",
+            hint="finish the upgrade: papaya status",
         )
     return found
 

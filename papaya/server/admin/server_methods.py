@@ -2,7 +2,8 @@
 
 Refused: extensions that this server does not have or allow, buffers of single updates that are too
 large to store, and settings that an earlier version does not know while servers of two versions
-run.
+run. As with the first private task, no server of an earlier version starts after the first task
+with such settings.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 from papaya.config import Aggregation, Staleness, TaskConfig, Weighting
 from papaya.learning.aggregation_rules import takes_members
 from papaya.learning.methods import require_methods
-from papaya.server.admin.private_tasks import require_one_version
+from papaya.messages.storage import Transaction
+from papaya.server.admin.private_tasks import require_newest_format
 from papaya.server.admin.problems import Conflict
 from papaya.server.admin.service import AdminService
 
 _MB = 1_000_000
 
 
-async def require_server_methods(service: AdminService, config: TaskConfig) -> None:
-    """Raises ConfigError or Conflict."""
+async def require_server_methods(service: AdminService, config: TaskConfig) -> Transaction:
+    """What the transaction with this task needs too. Raises ConfigError or Conflict."""
     require_methods(config)
     most_mb, needed = service.max_members_mb, config.members_bytes
     if takes_members(config) and needed > most_mb * _MB:
@@ -29,7 +31,8 @@ async def require_server_methods(service: AdminService, config: TaskConfig) -> N
             hint="lower aggregation_goal, use mean, or raise max_members_mb in the server's file",
         )
     chosen = (config.staleness, config.weighting, config.aggregation)
-    if chosen != (Staleness(), Weighting(), Aggregation()) or not config.optimizer.is_built_in:
-        await require_one_version(
-            service, "an earlier version would combine the updates of this task differently"
-        )
+    if chosen == (Staleness(), Weighting(), Aggregation()) and config.optimizer.is_built_in:
+        return Transaction()
+    return await require_newest_format(
+        service, "an earlier version would combine the updates of this task differently"
+    )

@@ -74,7 +74,8 @@ async def submit(service: AdminService, caller: Caller, new: NewTask, attempt: A
     evaluations.check_plan(config)
     _check_manifest(new)
     private = await require_privacy(service, config)
-    await require_server_methods(service, config)
+    methods = await require_server_methods(service, config)
+    needs = private if private.put else methods  # both raise the same format
     await _require_new(service, config.task)
     await _require_parameters(service, new)
     kept = None
@@ -98,7 +99,7 @@ async def submit(service: AdminService, caller: Caller, new: NewTask, attempt: A
             put=(*_signed(change, kept), *earlier.put, kept.revision_row(service.now())),
         )
     change = structs.replace(
-        change, require=change.require + private.require, put=change.put + private.put
+        change, require=change.require + needs.require, put=change.put + needs.put
     )
     if new.manifest:
         row = ManifestRow(new.manifest)

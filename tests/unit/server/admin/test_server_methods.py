@@ -14,7 +14,15 @@ import papaya
 from papaya.config import Aggregation, OptimizerConfig, Staleness, Weighting
 from papaya.errors import ConfigError
 from papaya.learning import extensions
-from papaya.messages.storage import BootRow, Transaction, boot_key
+from papaya.messages.storage import (
+    FIRST_FORMAT,
+    FORMAT,
+    FORMAT_KEY,
+    BootRow,
+    FormatRow,
+    Transaction,
+    boot_key,
+)
 from papaya.server.admin.problems import Conflict
 from tests.unit.server.admin.builders import TASK, System, a_system
 
@@ -79,8 +87,8 @@ def test_single_updates_that_are_too_large_to_store_are_refused(tmp_path: Path) 
 def test_servers_of_one_version_combine_updates_in_one_way(tmp_path: Path) -> None:
     """An aggregator of an earlier version ignores settings that it does not know."""
 
-    def server(version: str) -> Transaction:
-        return Transaction(put=((boot_key("aggregator"), BootRow(1, 1, version)),))
+    def server(version: str, known: int = FORMAT) -> Transaction:
+        return Transaction(put=((boot_key("aggregator"), BootRow(1, known, version)),))
 
     async def test(system: System) -> None:
         system.change(server(""))
@@ -88,7 +96,13 @@ def test_servers_of_one_version_combine_updates_in_one_way(tmp_path: Path) -> No
         for task in (MEDIAN, structs.replace(TASK, staleness=Staleness("constant"))):
             with pytest.raises(Conflict, match="aggregator runs"):
                 await system.submit(task)
+        system.change(server(papaya.__version__, FIRST_FORMAT))
+        with pytest.raises(Conflict, match="does not know the settings"):
+            await system.submit(MEDIAN)
         system.change(server(papaya.__version__))
         await system.submit(MEDIAN)
+        [row] = (await system.state.read((FORMAT_KEY,))).values()
+        assert row == FormatRow(FORMAT), "an earlier version does not start any more"
+        await system.submit(structs.replace(MEDIAN, task="another"))
 
     run(tmp_path, test)
