@@ -1,11 +1,17 @@
-"""`papaya store backup` and `papaya store restore`: a data folder, its rows and their blobs."""
+"""`papaya store backup` and `papaya store restore`: tokens, rows and their blobs.
+
+With `--config`, rows may be on PostgreSQL and blobs in a bucket.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
 
 from papaya.cli.output import (
     Commands,
@@ -19,7 +25,14 @@ from papaya.cli.output import (
 )
 from papaya.config import Deployment
 from papaya.store import backup
+from papaya.store.clusters import open_postgresql, read_cluster
 
+if TYPE_CHECKING:
+    from papaya.store.postgresql import PostgresState
+    from papaya.store.s3_blobs import S3Blobs
+
+_NAME = "papaya store"
+_CACHE = "store"
 _DATA = Path(Deployment().data)
 _KEY_BYTES = 32
 
@@ -28,40 +41,82 @@ _KEY_BYTES = 32
 class BackupOptions(FormatOptions):
     folder: Path
     data: Path = _DATA
+    config: Path | None = None
+
+    @property
+    def deployment(self) -> Deployment:
+        if self.config is None:
+            return Deployment(data=str(self.data))
+        from papaya.server.deployment_file import read_deployment
+
+        return read_deployment(self.config)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestoreOptions(FormatOptions):
-    folder: Path
-    data: Path = _DATA
+class RestoreOptions(BackupOptions):
     yes: bool = False
+
+
+class Elsewhere(TypedDict):
+    """What is not in the data folder."""
+
+    database: PostgresState | None
+    bucket: S3Blobs | None
+
+
+def _open(
+    stack: ExitStack, deployment: Deployment, *, may_create: bool, cluster: str | None = None
+) -> Elsewhere:
+    """`may_create`: in an empty database, for the cluster with this id."""
+    from papaya.server.resources import open_bucket  # only if it is used: it needs obstore
+
+    found = Elsewhere(database=None, bucket=None)
+    if deployment.state is not None:
+        database = open_postgresql(deployment.state, _NAME, cluster=cluster, may_create=may_create)
+        found["database"] = stack.enter_context(closing(database))
+    if deployment.blobs:
+        found["bucket"] = open_bucket(deployment, _CACHE)
+        copies = Path(deployment.data) / f"{_CACHE}.cache"
+        stack.callback(shutil.rmtree, copies, ignore_errors=True)
+    return found
 
 
 def add_to(actions: Commands) -> None:
     made = actions.add_parser(
         "backup",
         help="copy the data of a cluster, also while its servers run",
-        description="Copy rows, blobs, tokens and keys of a data folder into a new folder. The "
-        "servers may run. The copy contains secrets. Blobs in a bucket are not copied.",
+        description="Copy rows, blobs, tokens and keys of a cluster into a new folder. The servers "
+        "may run. The copy contains secrets.",
     )
     made.add_argument("folder", type=Path, metavar="FOLDER", help="new folder for the backup")
     restored = actions.add_parser(
         "restore",
         help="replace the data of a cluster by a backup",
         description="Show what restoring a backup would do; with --yes, do it. All servers must be "
-        "stopped. What happened after the backup is lost.",
+        "stopped. What happened after the backup is lost. A database and a prefix of a bucket must "
+        "be empty: name new ones in the configuration.",
     )
     restored.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the backup")
     restored.add_argument("--yes", action="store_true", help="restore, and not only show the plan")
     for action in (made, restored):
-        action.add_argument("--data", type=Path, metavar="DIR", help="data folder of the servers")
+        place = action.add_mutually_exclusive_group()
+        place.add_argument("--data", type=Path, metavar="DIR", help="data folder of the servers")
+        place.add_argument(
+            "--config",
+            type=Path,
+            metavar="FILE",
+            help="configuration of a server, which names its data folder, state and blobs",
+        )
         add_format(action)
     bind(made, BackupOptions, run_backup)
     bind(restored, RestoreOptions, run_restore)
 
 
 def run_backup(options: BackupOptions) -> int:
-    done = backup.back_up(options.data, options.folder)
+    deployment = options.deployment
+    with ExitStack() as stack:
+        elsewhere = _open(stack, deployment, may_create=False)
+        done = backup.back_up(Path(deployment.data), options.folder, **elsewhere)
     if options.format == "json":
         print_json(done._asdict())
     else:
@@ -73,8 +128,9 @@ def run_backup(options: BackupOptions) -> int:
 
 
 def run_restore(options: RestoreOptions) -> int:
-    now = time.time()
-    plan = backup.plan_restore(options.folder, options.data, now, os.urandom(_KEY_BYTES))
+    now, deployment = time.time(), options.deployment
+    data = Path(deployment.data)
+    plan = backup.plan_restore(options.folder, data, now, os.urandom(_KEY_BYTES))
     if options.format == "json":
         fields = ("continued", "cancelled", "missing", "signed")
         print_json({field: getattr(plan, field) for field in fields} | {"restored": options.yes})
@@ -83,7 +139,10 @@ def run_restore(options: RestoreOptions) -> int:
     if not options.yes:
         note("nothing was changed; to restore, run the command again with --yes")
         return 0
-    before = backup.restore(plan, now)
+    with ExitStack() as stack:
+        cluster = read_cluster(options.folder)
+        elsewhere = _open(stack, deployment, may_create=True, cluster=cluster)
+        before = backup.restore(plan, now, **elsewhere)
     if before is not None:
         note(f"the data that were replaced are in {before}; delete them when all is well")
     return 0

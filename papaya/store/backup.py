@@ -1,9 +1,13 @@
-"""Backups of a data folder while its servers run, and their restoration as a new generation.
+"""Backups of a cluster while its servers run, and their restoration as a new generation.
 
     back_up        one snapshot of all rows, then every blob that they name. A running server may
                    delete a blob in the meantime: then the next snapshot is taken.
     plan_restore   what a restoration would do; it changes nothing
     restore        the data folder of the plan replaces the present one, which is renamed
+
+A backup is a folder with a SQLite file and files of blobs, wherever the cluster keeps them. State
+on PostgreSQL is restored into an empty database, and blobs in a bucket under an empty prefix: what
+was deleted in a bucket cannot be written there again.
 
 What servers did after the backup is lost, but devices, caches and old processes remember it. So a
 restored cluster is a new generation: its ticket keys are new, and epochs, boots, fences and version
@@ -11,9 +15,8 @@ numbers are above any that were used. Each running task continues with a new ver
 parameters of its newest one. Its open buffers are given up, because their clients cannot be told
 apart from those that came later. Running evaluations are cancelled.
 
-The cluster keeps its id, so its bucket and its folders still belong to it. Refused: a folder that a
-server uses, a backup that is not complete. State on PostgreSQL and blobs in a bucket are not
-copied.
+The cluster keeps its id, so the folders of its processes still belong to it. Refused: a folder that
+a server uses, a database or prefix that is not empty, a backup that is not complete.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from msgspec import structs
 
@@ -44,7 +47,6 @@ from papaya.messages.storage import (
     Row,
     TaskRow,
     TicketKeyRow,
-    Transaction,
     VersionRow,
     blobs_of,
     fence_key,
@@ -57,6 +59,10 @@ from papaya.store.clusters import read_cluster
 from papaya.store.folders import make_folder, sync_folder, unusable
 from papaya.store.rows import AFTER_UTF8
 from papaya.store.state import SqliteState
+
+if TYPE_CHECKING:
+    from papaya.store.postgresql import PostgresState
+    from papaya.store.s3_blobs import S3Blobs
 
 JUMP = 1_000_000
 """More than a cluster uses of any number between a backup and its restoration."""
@@ -88,20 +94,34 @@ class RestorePlan(NamedTuple):
 # -- backup ---------------------------------------------------------------------------------------
 
 
-def back_up(data: Path, target: Path) -> BackedUp:
-    """Copy the data folder of a running or stopped cluster into a new folder."""
-    if not (data / _STATE).is_file():
+def back_up(
+    data: Path,
+    target: Path,
+    *,
+    database: PostgresState | None = None,
+    bucket: S3Blobs | None = None,
+) -> BackedUp:
+    """Copy the data of a running or stopped cluster into a new folder.
+
+    `database`, `bucket`: where the rows and the blobs are, if not in the data folder.
+    """
+    if database is None and not (data / _STATE).is_file():
         raise OperatorError(
             f"{data} has no {_STATE}",
-            hint="give the data folder of a server: --data DIR (back up PostgreSQL with pg_dump)",
+            hint="give the data folder of a server: --data DIR, or its configuration: --config "
+            "FILE, if its state is on PostgreSQL",
         )
     if target.exists():
         raise OperatorError(f"{target} exists already", hint="choose a new folder for each backup")
     make_folder(target)
-    source, copies = FolderBlobs(data / _BLOBS), FolderBlobs(target / _BLOBS)
+    source = FolderBlobs(data / _BLOBS) if bucket is None else bucket
+    copies = FolderBlobs(target / _BLOBS)
     missing: frozenset[BlobKey] = frozenset()
     for _ in range(_SNAPSHOTS):
-        _copy_state(data / _STATE, target / _STATE)
+        if database is None:
+            _copy_state(data / _STATE, target / _STATE)
+        else:
+            _copy_database(database, target / _STATE)
         rows = read_rows(target / _STATE)
         named = {key for row in rows.values() for key in blobs_of(row)}
         before, missing = missing, frozenset(_copy_all(source, copies, named))
@@ -149,7 +169,15 @@ def _copy_state(source: Path, target: Path) -> None:
         ) from error
 
 
-def _copy_all(source: FolderBlobs, copies: FolderBlobs, keys: set[BlobKey]) -> Iterator[BlobKey]:
+def _copy_database(source: PostgresState, target: Path) -> None:
+    target.unlink(missing_ok=True)
+    with closing(SqliteState(target, cluster=source.cluster)) as copy:
+        copy.fill(source.raw_rows())
+
+
+def _copy_all(
+    source: FolderBlobs | S3Blobs, copies: FolderBlobs, keys: set[BlobKey]
+) -> Iterator[BlobKey]:
     """Copy blobs that are not copied yet. Yields those that are missing."""
     for key in sorted(keys):
         with suppress(MissingBlob):
@@ -161,7 +189,7 @@ def _copy_all(source: FolderBlobs, copies: FolderBlobs, keys: set[BlobKey]) -> I
             yield key
 
 
-def _copy_blob(source: FolderBlobs, copies: FolderBlobs, key: BlobKey) -> None:
+def _copy_blob(source: FolderBlobs | S3Blobs, copies: FolderBlobs | S3Blobs, key: BlobKey) -> None:
     """Through the page cache, so that a large blob needs no memory of its own."""
     with source.path(key).open("rb") as file:
         if not file.seek(0, 2):
@@ -218,22 +246,35 @@ def plan_restore(backup: Path, data: Path, now: float, ticket_key: bytes) -> Res
     )
 
 
-def restore(plan: RestorePlan, now: float) -> Path | None:
-    """Carry the plan out. Returns where the data that it replaces are now."""
-    data = plan.data
+def restore(
+    plan: RestorePlan,
+    now: float,
+    *,
+    database: PostgresState | None = None,
+    bucket: S3Blobs | None = None,
+) -> Path | None:
+    """Carry the plan out. Returns where the data folder that it replaces is now.
+
+    `database`, `bucket`: where the rows and the blobs go, if not into the data folder. Both must be
+    empty.
+    """
+    data, cluster = plan.data, read_cluster(plan.backup)
+    _require_empty(database, bucket)
     new = data.with_name(f"{data.name}.restoring")
     shutil.rmtree(new, ignore_errors=True)
     make_folder(new)
     copies = FolderBlobs(plan.backup / _BLOBS)
-    restored = FolderBlobs(new / _BLOBS)
+    if bucket is not None and cluster is not None:
+        bucket.claim(cluster)
+    restored = FolderBlobs(new / _BLOBS) if bucket is None else bucket
     for key in plan.blobs:
         _copy_blob(copies, restored, key)
-    state = SqliteState(new / _STATE, cluster=read_cluster(plan.backup))
-    try:
-        if state.transact(Transaction(put=tuple(plan.rows.items()))) != "committed":
-            raise OperatorError("cannot write the restored rows", hint="check the disk")
-    finally:
-        state.close()
+    rows = {key.encode(): wire.encode_row(row) for key, row in plan.rows.items()}
+    if database is not None:
+        database.fill(rows)
+    else:
+        with closing(SqliteState(new / _STATE, cluster=cluster)) as state:
+            state.fill(rows)
     _copy_files(plan.backup, new)
     before = None
     with _unused(data):
@@ -243,6 +284,19 @@ def restore(plan: RestorePlan, now: float) -> Path | None:
         new.rename(data)
         sync_folder(data.parent.resolve())
     return before
+
+
+def _require_empty(database: PostgresState | None, bucket: S3Blobs | None) -> None:
+    if database is not None and database.raw_rows():
+        raise OperatorError(
+            "the database already holds state",
+            hint="create another one and name it in state: createdb --owner USER DATABASE",
+        )
+    if bucket is not None and bucket.has_blobs():
+        raise OperatorError(
+            f"{bucket.where} already holds blobs",
+            hint="name another prefix in blobs, in the configuration of all servers",
+        )
 
 
 class _NewGeneration:

@@ -323,6 +323,14 @@ class S3Blobs:
             return False
         return True
 
+    def has_blobs(self) -> bool:
+        """Whether there is any under this prefix, or a marker of one that was deleted."""
+        with self._reporting():
+            for batch in obstore.list(self._store):
+                if any(found["path"] != "cluster" for found in batch):
+                    return True
+        return False
+
     def _time(self) -> datetime:
         """The time of the store, as its objects show it. The clock of this machine may be wrong."""
         with self._probe() as probe, self._reporting():

@@ -10,10 +10,12 @@ from typing import Any
 from papaya.config import AsyncFL, OptimizerConfig, StopRule, TaskConfig
 from papaya.messages.base import SessionId
 from papaya.store.backup import JUMP
+from tests.postgresql import postgres
+from tests.s3.server import BUCKET, key_file, s3_server
 from tests.system.admin import Admin
 from tests.system.fleet import Fleet, briefly, fleet
 from tests.system.oracle import Books
-from tests.system.processes import Installation, run_to_the_end
+from tests.system.processes import Installation, ServerProcess, Toml, run_to_the_end
 
 _STEP_S = 120.0
 TASK = TaskConfig(
@@ -94,3 +96,70 @@ def test_a_backup_under_traffic_is_restored_as_a_new_generation(tmp_path: Path) 
         times = found.counted()
         assert acknowledged <= times.keys()
         assert set(times.values()) == {1}
+
+
+def test_a_database_and_a_bucket_are_backed_up_and_restored(tmp_path: Path) -> None:
+    """Into an empty database and under an empty prefix; the old ones stay as they are."""
+    keys = key_file(tmp_path)
+    with (
+        postgres().schema() as old,
+        postgres().schema() as new,
+        s3_server() as s3,
+        Installation(tmp_path) as installation,
+    ):
+
+        def a_server(name: str, state: str, prefix: str) -> ServerProcess:
+            places: dict[str, Toml] = {
+                "state": state,
+                "blobs": f"s3://{BUCKET}/{prefix}",
+                "blobs_endpoint": s3.endpoint,
+                "blobs_credentials": str(keys),
+            }
+            return installation.add(name, deployment=places)
+
+        server = a_server("old", old, "old").start()
+        token, admin_token = map(installation.secret, ("device.token", "admin.token"))
+        Admin(server.addresses["admin"], admin_token).submit(TASK)
+        one, two = (("--config", installation.folder / f"{name}.toml") for name in ("old", "new"))
+
+        async def train(server: ServerProcess, devices: str, *backup: object) -> set[SessionId]:
+            urls = [f"http://{server.addresses['devices']}"]
+            async with fleet(tmp_path / devices, urls, token, 8, briefly) as flying:
+                await counted(flying, 8)
+                if backup:
+                    done = await asyncio.to_thread(store, "backup", *backup)
+                    assert done["missing"] == []
+                    await counted(flying, 8)
+                await flying.go_home(_STEP_S)
+                return flying.book.of(TASK.task)
+
+        asyncio.run(train(server, "devices", tmp_path / "backup", *one))
+        assert server.stop() == 0
+        refused = run_to_the_end(
+            "store", "restore", *map(str, (tmp_path / "backup", *one)), "--yes"
+        )
+        assert refused.returncode == 2
+        assert "the database already holds state" in refused.stderr
+        store("backup", tmp_path / "lost", *one)
+        lost, saved = Books(tmp_path / "lost", TASK.task), Books(tmp_path / "backup", TASK.task)
+        assert lost.newest > saved.newest
+
+        restored = a_server("new", new, "new")
+        [[_, version, head]] = store("restore", tmp_path / "backup", *two)["continued"]
+        assert version == saved.newest
+        store("restore", tmp_path / "backup", *two, "--yes")
+        refused = run_to_the_end(
+            "store", "restore", *map(str, (tmp_path / "backup", *two)), "--yes"
+        )
+        assert "the database already holds state" in refused.stderr
+
+        restored.start()
+        acknowledged = asyncio.run(train(restored, "new-devices"))
+        assert restored.stop() == 0
+        store("backup", tmp_path / "after", *two)
+        found = Books(tmp_path / "after", TASK.task)
+        assert found.newest > head > lost.newest
+        times = found.counted()
+        assert acknowledged <= times.keys()
+        assert set(times.values()) == {1}
+        assert not (installation.data / "store.cache").exists()
