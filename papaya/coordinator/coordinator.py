@@ -215,10 +215,9 @@ class Coordinator:
             report = self._report_of(task)
             active = 0 if report is None else report.active
             # If a revision lowered the concurrency, the holder refuses earlier leases above it. A
-            # leader may make them until it has read of the revision.
-            since = self._now - self._config.leader_lease_s - self._config.confirm_by_s
-            before = (e.config.concurrency for e in row.earlier if e.replaced > since)
-            most = max((row.config.concurrency, *before))
+            # leader may make them until it has read of the revision. When it was replaced says
+            # nothing here: that is a time of another machine's clock.
+            most = max((row.config.concurrency, *(e.config.concurrency for e in row.earlier)))
             if active + self.leases.count(task) > most:
                 raise InvariantError(
                     f"{self.node}: task {task} has {active} active and {self.leases.count(task)} "
