@@ -33,7 +33,7 @@ _POLL_S = 0.05
 
 
 class Servers:
-    """Processes by what they run: `server`, or the roles."""
+    """Processes by what they run: `server`, or the roles. The second of a role is `ROLE 2`."""
 
     def __init__(self, data: Path, program: tuple[str, ...]) -> None:
         self.data = data
@@ -46,6 +46,11 @@ class Servers:
     def devices(self) -> tuple[str, int]:
         return _host_and_port(self._of("selector")["devices"])
 
+    def doors(self) -> list[tuple[str, int]]:
+        """Where devices may connect: the address of each selector."""
+        found = (where for name, where in self.addresses.items() if name.startswith("selector"))
+        return [_host_and_port(where["devices"]) for where in found]
+
     def token(self, name: str = "device.token") -> str:
         return (self.data / name).read_text(encoding="ascii").strip()
 
@@ -57,9 +62,9 @@ class Servers:
         """What all of them have sent to storage so far."""
         return sum(_written_bytes(pid) for pid in self.pids.values())
 
-    def metric(self, name: str) -> float:
-        """Of the aggregator; 0 while it does not have it."""
-        text = self._answer(self._of("aggregator")["admin"], "GET", "/metrics").decode()
+    def metric(self, name: str, process: str = "aggregator") -> float:
+        """Of an aggregator; 0 while it does not have it."""
+        text = self._answer(self._of(process)["admin"], "GET", "/metrics").decode()
         lines = (line.rpartition(" ") for line in text.splitlines() if line.startswith(name))
         return sum(float(value) for series, _, value in lines if series.split("{")[0] == name)
 
@@ -111,7 +116,13 @@ class Servers:
 
 @contextmanager
 def running(
-    server: ServerConfig, *, apart: bool, program: tuple[str, ...] = (PAPAYA,), **settings: object
+    server: ServerConfig,
+    *,
+    apart: bool,
+    program: tuple[str, ...] = (PAPAYA,),
+    selectors: int = 1,
+    aggregators: int = 1,
+    **settings: object,
 ) -> Iterator[Servers]:
     """All roles in one process, or each in its own, with nothing on disk before or after."""
     with ExitStack() as stack:
@@ -127,8 +138,10 @@ def running(
             _start(stack, servers, folder, deployment, "coordinator")
             where = servers.addresses["coordinator"]["servers"]
             deployment = msgspec.structs.replace(deployment, coordinators=(where,))
-            for role in ("selector", "aggregator"):
-                _start(stack, servers, folder, deployment, role)
+            for role, count in (("selector", selectors), ("aggregator", aggregators)):
+                for number in range(count):
+                    name = role if number == 0 else f"{role} {number + 1}"
+                    _start(stack, servers, folder, deployment, name)
         yield servers
 
 
@@ -177,7 +190,7 @@ def _start(
 ) -> None:
     settings = folder / f"{name}.toml"
     settings.write_text(deployment_toml(deployment), encoding="utf-8")
-    role = [] if name == "server" else [name]
+    role = [] if name == "server" else [name.partition(" ")[0]]
     process = subprocess.Popen(
         [*servers.program, "serve", *role, "--config", str(settings), "--format", "json"],
         stdout=subprocess.PIPE,
