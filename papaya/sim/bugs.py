@@ -130,6 +130,16 @@ def _accept_again(self: TSA, index: int, group: int, sealed: bytes, now: float) 
         self._task_of_pending[index] = task
 
 
+_advance = Ledger.advance
+
+
+def _require_one_record(self: Ledger, *given: Any) -> Transaction:
+    made = _advance(self, *given)
+    next_record = record_key(self.task, self.version + 2)
+    require = tuple(wanted for wanted in made.require if wanted[0] != next_record)
+    return replace(made, require=require)
+
+
 _member = Shards._member
 
 
@@ -446,6 +456,10 @@ BUGS: dict[str, Bug] = {
     ),
     "seed-accepted-twice": Bug(
         "the TSA accepts the seed of an offer a second time", ((TSA, "accept", _accept_again),)
+    ),
+    "record-of-the-next-buffer-ignored": Bug(
+        "a version is made although a member of it may be in a late record of the next buffer",
+        ((Ledger, "advance", _require_one_record),),
     ),
     "fold-before-accept": Bug(
         "a masked update is added although the TSA refused its seed",

@@ -231,6 +231,7 @@ class SimulatedAggregatorHost(SimulatedHost):
         super().__init__(cluster, node, make)
         self.freezes_at_work_s = 0.0
         self._noise = Random(f"{cluster.seed}/noise/{node}")
+        self._fold_times = Random(f"{cluster.seed}/folds/{node}")
         self._shards = Shards(tsa=cluster.tsa.adapter, entropy=self._noise.randbytes)
         self._carry_out |= {
             GetOffers: self._get_offers,
@@ -268,8 +269,10 @@ class SimulatedAggregatorHost(SimulatedHost):
     def _fold(self, work: Fold) -> None:
         """The sum has it at once; the machine hears of it when the thread has told."""
         folded = self._shards.fold(work)
-        if self.cluster.config.storage.fold_s > 0:
-            self.local(self.cluster.config.storage.fold_s, self.deliver, folded)
+        storage = self.cluster.config.storage
+        if storage.fold_s > 0:
+            takes = self._fold_times.uniform(0.0, 2.0) if storage.folds_overtake else 1.0
+            self.local(takes * storage.fold_s, self.deliver, folded)
         else:
             self.perform(self.machine.receive(self.now, folded))
 

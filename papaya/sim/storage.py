@@ -22,6 +22,8 @@ class StorageConfig(Struct, frozen=True, kw_only=True):
     transaction_s: float = 0.004
     blob_s: float = 0.02
     fold_s: float = 0.0
+    folds_overtake: bool = False
+    """Each fold takes between 0 and twice `fold_s`, so a later one may end first."""
     unknown: float = 0.0
     late_s: float = 30.0
     """How long after an unknown outcome the transaction may still be applied."""

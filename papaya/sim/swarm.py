@@ -100,7 +100,10 @@ def _lies(session: SessionId) -> bool:
 def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
     """Run one seed to its end or to the first broken promise. Raises nothing."""
     rng = Random(f"swarm/{seed}")
-    config = _with_privacy(random_cluster(rng), Random(f"privacy/{seed}"))
+    config = random_cluster(rng)
+    if Random(f"folds/{seed}").random() < 0.125:
+        config = _with_overtaking_folds(config)
+    config = _with_privacy(config, Random(f"privacy/{seed}"))
     if seed % 10 == _WITH_METHODS:
         config = _with_methods(config, Random(f"methods/{seed}"))
     evaluations = Random(f"evaluations/{seed}")
@@ -271,6 +274,30 @@ def random_cluster(rng: Random) -> ClusterConfig:
         is_identified=rng.random() < 0.5,
         clones=rng.choice((0, 4)),
     )
+
+
+def _with_overtaking_folds(config: ClusterConfig) -> ClusterConfig:
+    """One task whose versions have one member each. Folds end in any order and transactions are
+    often applied late, so that a client may move to another buffer than the one of a late record.
+    """
+    task = structs.replace(
+        config.tasks[0],
+        concurrency=8,
+        regime=AsyncFL(1, max_staleness=50),
+        secure_aggregation=None,
+        clip=None,
+        durability="commit",
+        commit_interval_s=0.05,
+    )
+    storage = StorageConfig(
+        transaction_s=0.05,
+        blob_s=0.002,
+        fold_s=0.3,
+        folds_overtake=True,
+        unknown=0.2,
+        late_s=3.0,
+    )
+    return structs.replace(config, tasks=(task,), storage=storage)
 
 
 def _with_privacy(config: ClusterConfig, rng: Random) -> ClusterConfig:
