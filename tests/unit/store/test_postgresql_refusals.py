@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 import ssl
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 
 import psycopg
@@ -292,6 +297,51 @@ def test_a_pooler_is_recognized_by_the_key_that_it_invents(
     assert tables(url) == []
 
 
+@pytest.mark.skipif(shutil.which("pgbouncer") is None, reason="pgbouncer is not installed")
+@pytest.mark.parametrize("mode", ["transaction", "session"])
+def test_pgbouncer(mode: str) -> None:
+    server, port = postgres(), free_port()
+    is_root = os.geteuid() == 0  # which pgbouncer refuses
+    with server.database() as name, TemporaryDirectory() as folder:
+        settings = Path(folder) / "pgbouncer.ini"
+        settings.write_text(
+            f"[databases]\n{name} = host={server.folder} user=postgres\n[pgbouncer]\n"
+            f"listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n"
+            f"auth_type = any\npool_mode = {mode}\nignore_startup_parameters = options\n",
+            encoding="ascii",
+        )
+        if is_root:
+            Path(folder).chmod(0o755)
+        command = ["pgbouncer", "-q", str(settings)]
+        with subprocess.Popen(command, user="nobody" if is_root else None) as pooler:
+            try:
+                until_open(port)
+                url = f"postgresql://postgres@127.0.0.1:{port}/{name}?sslmode=disable"
+                refused(url, "a connection pooler", "connect to the server itself")
+            finally:
+                pooler.terminate()
+        question = "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
+        assert server.execute(question, name) == []
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def until_open(port: int) -> None:
+    ends_at = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            assert time.monotonic() < ends_at
+            time.sleep(0.02)
+        else:
+            return
+
+
 def test_a_connection_that_moves_to_another_backend_is_given_up(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -306,10 +356,7 @@ def test_a_connection_that_moves_to_another_backend_is_given_up(
 
 def test_a_name_that_resolves_to_nothing_and_a_port_where_nobody_listens() -> None:
     refused("postgresql://u@nothing.invalid/d?sslmode=disable", "resolve|translate", "")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        refused(f"postgresql://u@127.0.0.1:{port}/d", "refused", "psql URL")
+    refused(f"postgresql://u@127.0.0.1:{free_port()}/d", "refused", "psql URL")
 
 
 # -- the database ---------------------------------------------------------------------------------
