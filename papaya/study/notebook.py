@@ -17,7 +17,8 @@ cannot be repeated from their output folder.
 
 `clients` is the data: words as for `--data`; a DataFrame or a dataset of Hugging Face or torch with
 a `partition`; a mapping from the names of clients to lists of examples (bytes), or just the lists;
-or a `Source`. `population` is a `PopulationConfig`, or the number of devices.
+or a `Source`. `population` is a `PopulationConfig`, or the number of devices. `steps` says whether
+clients train with PyTorch's operators (`eager`) or with compiled code, as `--steps` does.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from papaya.study.workloads.registry import (
     BUILT_IN,
     MOST_JUDGES,
     Prepared,
+    Steps,
     WorkloadSpec,
     prepare,
     with_source,
@@ -87,6 +89,7 @@ def simulate(
     seed: int = 1,
     population: PopulationConfig | int = DEFAULT,
     seconds_per_example: float | None = None,
+    steps: Steps = "eager",
     processes: int = 1,
     ray: str | None = None,
     output: Path | str | None = None,
@@ -97,7 +100,7 @@ def simulate(
     With `output`, everything is written there, and a call that was interrupted resumes. Clients
     train in so many `processes`, or on the Ray cluster with the address `ray`.
     """
-    prepared = _prepared(task, clients, partition, seconds_per_example, judges, population)
+    prepared = _prepared(task, clients, partition, seconds_per_example, judges, population, steps)
     setting = {
         "concurrency": concurrency,
         "K": goal,
@@ -143,6 +146,7 @@ def sweep(
     judges: int = MOST_JUDGES,
     population: PopulationConfig | int = DEFAULT,
     seconds_per_example: float | None = None,
+    steps: Steps = "eager",
     jobs: int = 1,
     ray: str | None = None,
     output: Path | str | None = None,
@@ -154,7 +158,7 @@ def sweep(
     `jobs` above 1 are processes that import the program again: a script keeps its own work under
     `if __name__ == "__main__"`. `ray` is the address of a Ray cluster that does the work instead.
     """
-    prepared = _prepared(task, clients, partition, seconds_per_example, judges, population)
+    prepared = _prepared(task, clients, partition, seconds_per_example, judges, population, steps)
     if isinstance(task, Task) and (jobs > 1 or ray is not None):
         raise OperatorError(
             "other processes cannot load a Task that is defined in a notebook",
@@ -226,12 +230,13 @@ def _prepared(
     seconds_per_example: float | None,
     judges: int,
     population: PopulationConfig | int,
+    steps: Steps,
 ) -> Prepared:
     if isinstance(partition, str):
         partition = parse_partition(partition)
     data = clients if isinstance(clients, str) else None
     name = str(NO_FILE if isinstance(task, Task) else task)
-    spec = WorkloadSpec(name, data, seconds_per_example, partition, judges)
+    spec = WorkloadSpec(name, data, seconds_per_example, partition, judges, steps)
     fleet = _population(population)
     if name in BUILT_IN or (clients is None and not isinstance(task, Task)):
         return prepare(spec, fleet)

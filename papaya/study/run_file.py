@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
@@ -101,11 +102,11 @@ def prepared_again(
         spec = structs.replace(spec, name=task or _task_file(path, file))
     prepared = prepare(spec, file.run.recording_plan.cluster.population)
     if prepared.digest != file.run.data:
-        names = ("task file", "data", "number of judges")
-        pairs = zip(names, file.run.data.split("/"), prepared.digest.split("/"), strict=False)
-        differing = [name for name, old, new in pairs if old != new]
+        names = ("task file", "data", "number of judges", "way of training")
+        parts = (names, file.run.data.split("/"), prepared.digest.split("/"))
+        differing = [name for name, old, new in zip_longest(*parts) if old != new]
         raise OperatorError(
-            f"the {' and the '.join(differing)} differ from those of {path}",
+            f"not as in {path}: the {' and the '.join(differing)}",
             hint="name the right ones: papaya simulate TASK.py --data DATA --rerun FILE",
         )
     return prepared
