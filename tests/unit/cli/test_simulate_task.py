@@ -74,7 +74,7 @@ def test_a_fleet_learns_the_task_and_tells_all_about_it(
     assert simulate(own, tmp_path, "--seed", "3") == 0
     out, err = capsys.readouterr()
     report = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=dict[str, Any])
-    learnt = msgspec.convert(report["learning"], RunResult)
+    learnt = msgspec.convert(report["learning"], RunResult, str_keys=True)
     assert out == summary(learnt) + "\n"
     assert learnt.run.recording_plan.seed == 3
     assert (learnt.updates, learnt.versions, learnt.length) == (80, 20, 3)
@@ -255,7 +255,7 @@ def test_a_sweep_prints_a_table_with_the_best_first_and_resumes(
     out, err = capsys.readouterr()
     shown, fixed, scale = out.split("\n\n")
     assert fixed.startswith("fixed: regime async, concurrency ")
-    assert fixed.endswith(", beta1 0.9, at most 60 updates")
+    assert fixed.endswith(", beta1 0.9, upload_bits 32, at most 60 updates")
     assert "K " not in fixed
     assert "client_rate" not in fixed
     assert "over_selection" not in fixed
@@ -387,7 +387,7 @@ def test_the_output_has_the_model_and_a_row_for_each_client(own: list[str], tmp_
     judged = [row for row in rows if row["loss"]]
     assert len(judged) == 5
     report = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=dict[str, Any])
-    learnt = msgspec.convert(report["learning"], RunResult)
+    learnt = msgspec.convert(report["learning"], RunResult, str_keys=True)
     for column, mean in (("loss", learnt.end), ("right", learnt.end.metrics["right"])):
         values = [float(row[column]) for row in judged]
         weights = [int(row["examples"]) for row in judged]
