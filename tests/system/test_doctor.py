@@ -193,6 +193,7 @@ def test_the_tsa_and_the_log_are_checked_as_devices_do(tmp_path: Path) -> None:
         entries = installation.data / "log" / "tile" / "entries" / "000.p" / "1"
         entries.write_bytes(entries.read_bytes().replace(b"measure", b"mislead"))
         assert [line.split(":")[0] for line in diagnosed()] == ["problem", "problem"]
+        assert server.stop() == 0  # with its TSA
 
 
 def test_a_database_and_a_bucket_that_work(tmp_path: Path) -> None:
