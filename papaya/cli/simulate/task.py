@@ -302,8 +302,7 @@ def _rounding(learnt: RunResult) -> str:
     """What `upload_bits` of a task in the clear would do to an update, and to the mean of many."""
     found = learnt.curve.rounding.items()
     texts = (
-        f"{bits} bits change an update by {percent(e.update)} of its norm, their mean by "
-        f"{percent(e.mean)}"
+        f"{bits} bits change an update by {e.update:.2g} of its norm, their mean by {e.mean:.2g}"
         for bits, e in found
     )
     return "; ".join(texts) or "–"

@@ -112,6 +112,26 @@ def test_each_version_is_trained_in_one_batch_and_old_ones_are_forgotten() -> No
     assert few.given == 3
 
 
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_uploads_in_fewer_bits_are_rounded_and_within_the_clip(clip: float | None) -> None:
+    """FedAvg with rate 1: the models differ by the rounding errors of the means, no more."""
+    trace = a_trace(4, 10)
+    average = OptimizerConfig(kind="fedavg")
+    models = {}
+    for bits in (32, 16, 8):
+        rates = Rates(ClientSGD(rate=0.5), average, clip)
+        rates = structs.replace(rates, upload_bits=bits)
+        workload = Kept(EmbeddingWorkload(POPULATION, LANGUAGE, seed=3))
+        curve = learn(trace, workload, rates)
+        assert curve.diverged is None
+        models[bits] = workload.judged[-1]
+        assert curve.rounding[16].update < curve.rounding[8].update / 50
+    start = EmbeddingWorkload(POPULATION, LANGUAGE, seed=3).initial(trace.seed)
+    moved = np.linalg.norm(models[32] - start)
+    off = {bits: np.linalg.norm(models[bits] - models[32]) / moved for bits in (16, 8)}
+    assert 0 < off[16] < off[8] < 0.1
+
+
 def test_norms_are_of_the_first_updates_before_any_clip() -> None:
     trace = a_trace(5, 1000)
     workload = EmbeddingWorkload(POPULATION, LANGUAGE)

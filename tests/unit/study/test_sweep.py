@@ -136,7 +136,14 @@ def test_an_impossible_plan_is_refused(vary: dict[str, tuple[float, ...]], probl
 
 
 @pytest.mark.parametrize(
-    "vary", [{"K": (0.0,)}, {"client_rate": (-1.0,)}, {"beta1": (1.0,)}, {"concurrency": (0.0,)}]
+    "vary",
+    [
+        {"K": (0.0,)},
+        {"client_rate": (-1.0,)},
+        {"beta1": (1.0,)},
+        {"concurrency": (0.0,)},
+        {"upload_bits": (12.0,)},
+    ],
 )
 def test_an_impossible_value_is_refused_before_anything_runs(
     vary: dict[str, tuple[float, ...]], prepared: Prepared, tmp_path: Path
