@@ -34,6 +34,7 @@ from papaya.server.admin import bundles
 from papaya.server.admin.access import Caller
 from papaya.server.admin.accounts import write_within_quota
 from papaya.server.admin.problems import Conflict, NotFound
+from papaya.server.admin.server_methods import require_server_methods
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import BeginRollout, EndRollout, TaskView
 from papaya.server.logs import log
@@ -54,6 +55,7 @@ async def begin(
     if plan.shares[0] < 1:
         await _require_shares(service)
     config = structs.replace(request.config, task=found.task)
+    needs = await require_server_methods(service, config)
     kept = await bundles.keep(service, config, request.bundle, named)
     try:
         rule.check_candidate(found.row, kept.config, plan)
@@ -89,7 +91,8 @@ async def begin(
     running = await bundles.running_evaluations(service, found.task)
     known = before if isinstance(before, RolloutRow) else None
     change = rule.begin(found, row, known, fallback.manifest.revision, running)
-    change = structs.replace(change, put=(*change.put, kept.revision_row(now)))
+    put = (*change.put, kept.revision_row(now), *needs.put)
+    change = structs.replace(change, require=change.require + needs.require, put=put)
     await write_within_quota(service, caller, kept.config, change, attempt, (found.task,))
     log(_stepped(found.row, row, f"begun by {attempt.actor}"))
     return (await service.task(found.task)).task

@@ -11,7 +11,8 @@ from msgspec import structs
 
 from papaya.bundle.head import BundleHead
 from papaya.bundle.manifest import TaskManifest
-from papaya.config import EvaluationPlan, TaskConfig
+from papaya.config import EvaluationPlan, Staleness, TaskConfig
+from papaya.errors import ConfigError
 from papaya.messages.audit_trail import AuditRow
 from papaya.messages.storage import (
     EndingsRow,
@@ -258,6 +259,22 @@ def test_a_fallback_that_is_not_the_revision_of_now_is_refused(
     async def test(own: Rolling) -> None:
         with pytest.raises(Exception, match=problem):
             await own.begin(fallback=change)
+        assert own.row().candidate is None
+
+    rolling(tmp_path, test)
+
+
+def test_a_candidate_cannot_name_an_extension_that_the_servers_do_not_have(tmp_path: Path) -> None:
+    """Its aggregator would halt the task for all devices."""
+
+    async def test(own: Rolling) -> None:
+        config, manifest = own.candidate()
+        config = structs.replace(config, staleness=Staleness("not_here"))
+        back = structs.replace(own.first, revision=3)
+        heads = await head_of(own.system, manifest), await head_of(own.system, back)
+        request = BeginRollout(config, *heads, PLAN)
+        with pytest.raises(ConfigError, match="no staleness function 'not_here'"):
+            await rollouts.begin(own.system.service, ADMIN, own.task, request, BY)
         assert own.row().candidate is None
 
     rolling(tmp_path, test)
