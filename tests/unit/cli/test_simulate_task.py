@@ -281,7 +281,7 @@ def test_a_sweep_prints_a_table_with_the_best_first_and_resumes(
 
 def assert_is_of(best: dict[str, Any], scale: str) -> None:
     """What people read of the lengths of updates is what programs read of the best setting."""
-    head, norms, clip, fixed_point = scale.splitlines()
+    head, norms, clip, fixed_point, _ = scale.splitlines()
     [outcome] = best["outcomes"]
     assert head == f"client updates with the best setting ({best['label']}), seed 1:"
     quantiles = outcome["norms"]
