@@ -145,7 +145,7 @@ class Binary(Struct, frozen=True, tag="binary", forbid_unknown_fields=True):
         length = len(examples[0]) if examples else 0
         stored = np.dtype(self.stored).newbyteorder("<")
         end = self.start + stored.itemsize * math.prod(self.shape)
-        if length < end or any(len(example) != length for example in examples):
+        if length < end or set(map(len, examples)) != {length}:
             return None
         rows = np.frombuffer(b"".join(examples), np.uint8).reshape(len(examples), length)
         numbers = rows[:, self.start : end].copy().view(stored)
@@ -162,7 +162,7 @@ def read_fields(fields: Sequence[ExampleField], examples: Sequence[bytes]) -> tu
 
 def _column(number: int, field: ExampleField, examples: Sequence[bytes]) -> Array:
     if isinstance(field, Binary) and (together := field.read_all(examples)) is not None:
-        if not np.isfinite(together).all():
+        if field.kind == "float32" and not np.isfinite(together).all():
             raise _unfit(number, field)
         return together
     column = np.empty((len(examples), *field.shape), field.kind)

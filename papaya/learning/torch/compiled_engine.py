@@ -15,6 +15,7 @@ import ctypes
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Final
 
@@ -67,7 +68,8 @@ class CompiledEngine(TorchEngine):
         trained = torch.from_numpy(parameters.copy())
         optimizer = TorchClientOptimizer(client, [trained], client.steps(len(used)))
         losses = []
-        with seeded(seed):
+        # What is compiled draws no random numbers; a function that makes batches may.
+        with seeded(seed) if callable(self.task.batch) else nullcontext():
             for chosen in training_batches(used, client, seed, step_done):
                 loss, gradient = self._gradient(trained, read_batch(self.task, chosen), len(chosen))
                 optimizer.step([gradient])

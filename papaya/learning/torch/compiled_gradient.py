@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from torch.func import functional_call
 from papaya.errors import CannotCompile, PapayaError
 from papaya.learning.definition import Task
 from papaya.learning.torch.fast_operators import FAST_OPERATORS
-from papaya.learning.torch.module import Batch, batch_loss, make_module, read_batch
+from papaya.learning.torch.module import Batch, batch_loss, make_module, no_files_left, read_batch
 from papaya.learning.torch.parts import parts_of
 
 TOLERANCE: Final = 1e-4
@@ -49,6 +49,9 @@ _SETTINGS: Final = {"cpp.threads": 1, "compile_threads": 1}
 _SMALL: Final = 1e-12
 
 
+Form: TypeAlias = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+
 class Library(NamedTuple):
     """A compiled gradient on disk. Other processes load it without tracing again.
 
@@ -57,7 +60,7 @@ class Library(NamedTuple):
     """
 
     path: Path
-    form: tuple[tuple[str, tuple[int, ...]], ...]
+    form: Form
     is_partial: bool
 
 
@@ -74,7 +77,14 @@ class CompiledGradient:
 
     def takes(self, batch: Batch) -> bool:
         """Whether this is a batch as the library was compiled for."""
-        return _form(batch) == self.library.form and len(batch[0]) >= _LEAST_EXAMPLES
+        form = self.library.form
+        return len(batch) == len(form) and all(
+            isinstance(value, Tensor)
+            and value.dtype is kind
+            and value.shape[1:] == shape
+            and len(value) >= _LEAST_EXAMPLES
+            for value, (kind, shape) in zip(batch, form, strict=True)
+        )
 
     def __call__(self, parameters: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss and its gradient, both without a graph."""
@@ -295,6 +305,7 @@ def _compile(traced: TracedGradient, library: Path) -> None:
     try:
         with (
             _quiet(),
+            no_files_left(),
             tempfile.TemporaryDirectory(dir=library.parent) as place,
             torch._inductor.config.patch(_SETTINGS),
         ):
@@ -332,11 +343,11 @@ def _flat(values: Iterable[Tensor]) -> Tensor:
     return torch.cat([value.detach().reshape(-1) for value in values])
 
 
-def _form(batch: Batch) -> tuple[tuple[str, tuple[int, ...]], ...] | None:
+def _form(batch: Batch) -> Form | None:
     """None if not all are tensors with rows."""
     if not all(isinstance(value, Tensor) and value.dim() for value in batch):
         return None
-    return tuple((str(value.dtype), tuple(value.shape[1:])) for value in batch)
+    return tuple((value.dtype, tuple(value.shape[1:])) for value in batch)
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -52,7 +51,13 @@ from papaya.learning.task import LoadedTask
 from papaya.learning.torch import faster_graph
 from papaya.learning.torch.engine import TorchEngine
 from papaya.learning.torch.frozen import frozen_bytes
-from papaya.learning.torch.module import checked_loss, checked_module, make_module, tried_batch
+from papaya.learning.torch.module import (
+    checked_loss,
+    checked_module,
+    make_module,
+    no_files_left,
+    tried_batch,
+)
 from papaya.learning.torch.parts import parts_of
 
 if TYPE_CHECKING:
@@ -149,7 +154,7 @@ def _compiled(loaded: LoadedTask) -> bytes:
     examples = list(islice(cycle(task.sample), task.client.batch_size))
     inputs = tried_batch(task, examples)
     _require_one_for_each_example(loaded, inputs, len(examples))
-    with warnings.catch_warnings(), _no_files_left():
+    with warnings.catch_warnings(), no_files_left():
         warnings.simplefilter("ignore")  # deprecations inside torch.export and executorch
         program, gradients, operators, frozen = _exported(loaded, inputs, len(examples))
     personal = _personal_tensors(loaded)
@@ -174,21 +179,6 @@ def _compiled(loaded: LoadedTask) -> bytes:
     data = encode_program(header, program)
     _require_agreement(loaded, data, tensors)
     return data
-
-
-@contextmanager
-def _no_files_left() -> Iterator[None]:
-    """torch.export makes a folder for a cache that it does not use, and keeps its name."""
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    if name in os.environ:
-        yield
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ[name] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop(name, None)
 
 
 def program_tensors(loaded: LoadedTask, names: Sequence[str]) -> bytes:

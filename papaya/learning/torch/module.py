@@ -14,6 +14,8 @@ that is neither a scalar nor one number for each example.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +77,21 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         generator.set_state(before)
+
+
+@contextmanager
+def no_files_left() -> Iterator[None]:
+    """torch's compiler keeps a folder for a cache; this one ends with the context."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if name in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[name] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop(name, None)
 
 
 def initial_parameters(task: Task, manifest: Manifest, seed: int) -> Vector:
