@@ -304,15 +304,19 @@ def roll_back(
     """Return to the settings from before, and to the baseline version of the model.
 
     `optimizer`: the key of a fresh optimizer state. If the model cannot be rolled back, because the
-    task stops at its next version, only the settings are.
+    task stops at its next version or the baseline version was deleted, only the settings are.
     """
     revised = owner.revise(
         rows, fallback, evaluations, now, revision=rows.row.signed, lease_until=lease_until
     )
-    change = revised
+    change, baseline = revised, rollout.baseline_version
     last = rows.row.config.stop.versions
-    if last is None or rows.newest.version + 1 < last:
-        restored = owner.rollback(rows, rollout.baseline_version, optimizer, now)
+    if last is not None and rows.newest.version + 1 >= last:
+        why += f"; the model stays: the task stops at version {last}"
+    elif baseline not in rows.versions:
+        why += f"; the model stays: version {baseline} was deleted"
+    else:
+        restored = owner.rollback(rows, baseline, optimizer, now)
         change = Transaction(
             require=tuple((dict(revised.require) | dict(restored.require)).items()),
             put=tuple((dict(revised.put) | dict(restored.put)).items()),

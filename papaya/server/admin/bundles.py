@@ -103,7 +103,13 @@ async def keep(
     service: AdminService, config: TaskConfig, data: bytes, named: Sequence[BlobKey] = ()
 ) -> KeptBundle:
     """Check and store the head of a bundle. `named`: blobs that the task's row names already."""
-    kept = await check(service, config, data, named)
+    await check(service, config, data, named)
+    return await keep_checked(service, config, data)
+
+
+async def keep_checked(service: AdminService, config: TaskConfig, data: bytes) -> KeptBundle:
+    """Store the head of a bundle that was checked before. Its lease may have ended since."""
+    kept = await _kept(service, config, data)
     bundle = kept.config.requirements.bundle
     assert bundle is not None
     await service.blobs.put(bundle, data)
@@ -135,6 +141,14 @@ async def check(
             reference.check(await service.blobs.get(place), what)
         except MissingBlob as error:
             raise NotFound(str(error), hint="submit the task again") from error
+    return await _kept(service, config, data)
+
+
+async def _kept(service: AdminService, config: TaskConfig, data: bytes) -> KeptBundle:
+    """The bundle as it would be stored now."""
+    head = BundleHead.decode(data)
+    manifest = TaskManifest.verify(head.manifest)
+    seq = await _fence(service, config.task)
     key = blob_key(config.task, seq, f"bundle-{manifest.revision}", data)
     needs = structs.replace(
         config.requirements,
@@ -147,7 +161,7 @@ async def check(
         manifest=manifest.digest,
     )
     config = structs.replace(config, requirements=needs)
-    return KeptBundle(config, manifest, lease.expires, head.manifest)
+    return KeptBundle(config, manifest, Lease.verify(head.lease).expires, head.manifest)
 
 
 async def follow_earlier_run(

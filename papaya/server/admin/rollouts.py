@@ -12,8 +12,6 @@ import msgspec
 from msgspec import structs
 
 import papaya
-from papaya.bundle.head import BundleHead
-from papaya.bundle.manifest import Lease
 from papaya.errors import OperatorError
 from papaya.messages import rollout as rule
 from papaya.messages.audit_trail import Attempt
@@ -33,6 +31,7 @@ from papaya.messages.storage import (
 from papaya.server.admin import bundles
 from papaya.server.admin.access import Caller
 from papaya.server.admin.accounts import write_within_quota
+from papaya.server.admin.bundles import KeptBundle
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.server_methods import require_server_methods
 from papaya.server.admin.service import AdminService
@@ -71,6 +70,7 @@ async def begin(
             f"{earlier.revision}",
             hint="run the command again: it starts from the newest revision",
         )
+    _require_one_program(kept, fallback)
     version, value = await _baseline(service, found, plan)
     now, counts = service.now(), await _counts(service, found.task)
     row = RolloutRow(
@@ -180,22 +180,30 @@ async def _further(
 async def _rolled_back(
     service: AdminService, found: TaskRows, rollout: RolloutRow, why: str
 ) -> tuple[RolloutRow, Transaction]:
-    head = BundleHead.decode(rollout.fallback)
-    named = found.row.config.requirements.blobs
-    kept = await bundles.keep(service, rollout.fallback_config, rollout.fallback, named)
+    kept = await bundles.keep_checked(service, rollout.fallback_config, rollout.fallback)
     optimizer = await service.fresh_optimizer(found, kept.config)
     running = await bundles.running_evaluations(service, found.task)
     after, change = rule.roll_back(
         found,
         rollout,
         kept.config,
-        Lease.verify(head.lease).expires,
+        kept.lease_until,
         optimizer,
         running,
         service.now(),
         why,
     )
     return after, structs.replace(change, put=(*change.put, kept.revision_row(service.now())))
+
+
+def _require_one_program(candidate: KeptBundle, fallback: KeptBundle) -> None:
+    """With all devices, only blobs of the candidate are named: a rollback needs the same ones."""
+    one, other = candidate.config.requirements, fallback.config.requirements
+    if (one.program, one.frozen_file) != (other.program, other.frozen_file):
+        raise Conflict(
+            "a rollout cannot change the program of a task, or its frozen tensors",
+            hint="submit the task again: papaya task submit FILE --replace",
+        )
 
 
 async def _require_shares(service: AdminService) -> None:

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from papaya.bundle.head import BundleHead
-from papaya.bundle.manifest import TaskManifest
+from papaya.bundle.manifest import LEASE_S, TaskManifest
 from papaya.config import EvaluationPlan, Staleness, TaskConfig
 from papaya.errors import ConfigError
 from papaya.messages.audit_trail import AuditRow
@@ -309,5 +309,76 @@ def test_the_newest_version_is_evaluated_when_the_step_has_its_updates(tmp_path:
         await own.turn()
         evaluated = [t.evaluates for t in await own.system.service.tasks() if t.evaluates]
         assert f"{own.task}@4" in evaluated
+
+    rolling(tmp_path, test)
+
+
+def test_a_rollback_works_after_the_end_of_the_lease(tmp_path: Path) -> None:
+    """A task may be paused for long. The owner renews the lease after the rollback."""
+
+    async def test(own: Rolling) -> None:
+        await own.begin()
+        own.system.time += 2 * LEASE_S
+        await own.turn()
+        assert (await own.view()).state == "rolled_back"
+        row = own.row()
+        assert (row.revision, row.candidate) == (3, None)
+        assert row.lease_until < own.system.time
+        assert row.config.training_timeout_s == own.first.training_timeout_s
+
+    rolling(tmp_path, test)
+
+
+@pytest.mark.parametrize("is_last_step", [False, True])
+def test_a_rollback_finds_a_program_that_was_stored_for_the_rollout(
+    tmp_path: Path, is_last_step: bool
+) -> None:
+    """The first revision names an equal program, at another place."""
+
+    async def test(own: Rolling) -> None:
+        own.system.change(Transaction(put=((fence_key(own.task), FenceRow(7, "", 0)),)))
+        await own.begin()
+        if is_last_step:
+            own.ended(counted=20, candidate_counted=5)
+            await own.turn()
+            own.version(2, loss=1.0)
+            await own.turn()
+            assert own.row().revision == 2
+        await rollouts.end(own.system.service, own.task, EndRollout("roll_back"), BY)
+        needs = own.row().config.requirements
+        assert own.row().revision == 3
+        assert needs.program is not None
+        assert needs.program.startswith(f"{own.task}/7/")
+
+    rolling(tmp_path, test)
+
+
+def test_a_rollout_does_not_change_the_program(tmp_path: Path) -> None:
+    """With all devices, only that of the candidate is kept: a rollback would not find its own."""
+
+    async def test(own: Rolling) -> None:
+        back = await head_of(own.system, structs.replace(own.first, revision=3))
+        own.system.change(Transaction(put=((fence_key(own.task), FenceRow(7, "", 0)),)))
+        config, manifest = own.candidate()
+        request = BeginRollout(config, await head_of(own.system, manifest), back, PLAN)
+        with pytest.raises(Conflict, match="program"):
+            await rollouts.begin(own.system.service, ADMIN, own.task, request, BY)
+        assert own.row().candidate is None
+
+    rolling(tmp_path, test)
+
+
+def test_settings_are_rolled_back_if_the_baseline_version_was_deleted(tmp_path: Path) -> None:
+    async def test(own: Rolling) -> None:
+        await own.begin()
+        # The owner has unmarked it, and the holder has deleted it.
+        own.system.change(Transaction(delete=(version_key(own.task, 1),)))
+        own.version(2, loss=1.2)
+        await own.turn()
+        view = await own.view()
+        assert view.state == "rolled_back"
+        assert view.why.endswith("; the model stays: version 1 was deleted")
+        assert own.row().revision == 3
+        assert max((await own.system.service.rows(own.task)).versions) == 2
 
     rolling(tmp_path, test)
