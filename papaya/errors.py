@@ -2,6 +2,7 @@
 
     PapayaError
     ├── OperatorError            whoever configured or started Papaya; exit code 2
+    │   ├── CannotCompile        training steps of this model or machine cannot be compiled
     │   ├── ConfigError          an invalid value, with its field, the problem and a remedy
     │   ├── Diverged             the model is no longer finite: the learning rates are too high
     │   ├── LostHistory          rows that were committed are gone: nothing may go on
