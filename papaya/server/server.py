@@ -607,6 +607,7 @@ class Server:
             identifies_devices=self.deployment.device_tokens not in ("shared", "none"),
             has_seen=self._has_seen,
             evidence=self._evidence,
+            coordinators=self._coordinators(),
         )
         identities = Identities(state, shared.admin_token, now, _provider(self.deployment.oidc))
         routes = AdminRoutes(service, identities)

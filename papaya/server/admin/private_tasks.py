@@ -50,13 +50,14 @@ async def require_newest_format(service: AdminService, why: str) -> Transaction:
 
 
 async def require_one_version(service: AdminService, why: str) -> tuple[NodeId, ...]:
-    """The live servers. Raises Conflict while servers of two versions run."""
-    versions = await service.versions_of_servers()
+    """The live servers, and all coordinators. Raises Conflict while servers of two versions run."""
+    # Coordinators that do not lead write rows of tasks too.
+    versions = await service.versions_of_servers(service.coordinators)
     others = [node for node, version in versions.items() if version != papaya.__version__]
     if others:
         theirs = versions[others[0]] or "0.4.0"
         raise Conflict(
             f"{others[0]} runs {theirs}, this server {papaya.__version__}: {why}",
-            hint="finish the upgrade, then submit again: papaya status",
+            hint="finish the upgrade, then run the command again: papaya status",
         )
     return tuple(versions)

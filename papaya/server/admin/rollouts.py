@@ -11,7 +11,6 @@ from typing import Final, Literal
 import msgspec
 from msgspec import structs
 
-import papaya
 from papaya.errors import OperatorError
 from papaya.messages import rollout as rule
 from papaya.messages.audit_trail import Attempt
@@ -32,6 +31,7 @@ from papaya.server.admin import bundles
 from papaya.server.admin.access import Caller
 from papaya.server.admin.accounts import write_within_quota
 from papaya.server.admin.bundles import KeptBundle
+from papaya.server.admin.private_tasks import require_one_version
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.server_methods import require_server_methods
 from papaya.server.admin.service import AdminService
@@ -52,7 +52,10 @@ async def begin(
     plan, named = request.plan, found.row.config.requirements.blobs
     rule.check_plan(plan)
     if plan.shares[0] < 1:
-        await _require_shares(service)
+        _require_identities(service)
+    await require_one_version(
+        service, "a rollout needs servers of one version, because an earlier one would forget it"
+    )
     config = structs.replace(request.config, task=found.task)
     needs = await require_server_methods(service, config)
     kept = await bundles.keep(service, config, request.bundle, named)
@@ -206,21 +209,12 @@ def _require_one_program(candidate: KeptBundle, fallback: KeptBundle) -> None:
         )
 
 
-async def _require_shares(service: AdminService) -> None:
-    """A share of the devices needs identities, and servers that know what a candidate is."""
+def _require_identities(service: AdminService) -> None:
     if not service.identifies_devices:
         raise Conflict(
             "a rollout to a share of the devices needs tokens that identify devices: otherwise a "
             "device would get one revision today and the other tomorrow, which it refuses",
             hint='set device_tokens = "signed" in the server\'s file, or use --share 1',
-        )
-    versions = await service.versions_of_servers()
-    others = [node for node, version in versions.items() if version != papaya.__version__]
-    if others:
-        raise Conflict(
-            f"{others[0]} runs {versions[others[0]] or '0.4.0'}, this server {papaya.__version__}: "
-            "a rollout needs servers of one version",
-            hint="finish the upgrade, then run the command again: papaya status",
         )
 
 

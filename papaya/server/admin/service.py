@@ -14,7 +14,7 @@ that has changed or a change that the current state does not allow (409), an inv
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -123,9 +123,10 @@ class AdminService:
         identifies_devices: bool = True,
         has_seen: Callable[[str], bool | None] = lambda device: None,
         evidence: Callable[[], EvidenceView | None] = lambda: None,
+        coordinators: tuple[NodeId, ...] = (),
     ) -> None:
         """`has_seen`: whether a device has checked in here; None if this process cannot know.
-        `evidence`: what vouches for the TSA.
+        `evidence`: what vouches for the TSA. `coordinators`: all that are configured.
         """
         self.state = state
         self.blobs = blobs
@@ -140,6 +141,7 @@ class AdminService:
         self.identifies_devices = identifies_devices
         self._has_seen = has_seen
         self._evidence = evidence
+        self.coordinators = coordinators
 
     # -- look -------------------------------------------------------------------------------
 
@@ -221,13 +223,13 @@ class AdminService:
             leader_admin=address.url if isinstance(address, AdminAddressRow) else "",
             identifies_devices=self.identifies_devices,
             maintenance=under if isinstance(under, MaintenanceRow) else None,
-            versions=await self.versions_of_servers(known.holder),
+            versions=await self.versions_of_servers((known.holder,) if known.holder else ()),
             evidence=self._evidence(),
         )
 
-    async def versions_of_servers(self, leader: NodeId = "") -> dict[NodeId, str]:
-        """The version of Papaya that each live server runs; empty for 0.4.0."""
-        nodes = [leader] if leader else []
+    async def versions_of_servers(self, coordinators: Iterable[NodeId]) -> dict[NodeId, str]:
+        """The version of Papaya that these and each other live server run; empty for 0.4.0."""
+        nodes = [*coordinators]
         nodes += [server.node for server in self.live.aggregators()]
         nodes += [server.node for server in self.live.selectors()]
         found = await self.state.read(tuple(map(boot_key, nodes))) if nodes else {}

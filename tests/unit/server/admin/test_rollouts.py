@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+import papaya
 from papaya.bundle.head import BundleHead
 from papaya.bundle.manifest import LEASE_S, TaskManifest
 from papaya.config import EvaluationPlan, Staleness, TaskConfig
 from papaya.errors import ConfigError
 from papaya.messages.audit_trail import AuditRow
 from papaya.messages.storage import (
+    FORMAT,
+    BootRow,
     EndingsRow,
     FenceRow,
     OptimizerRow,
@@ -24,6 +27,7 @@ from papaya.messages.storage import (
     TaskRow,
     Transaction,
     VersionRow,
+    boot_key,
     endings_key,
     fence_key,
     optimizer_key,
@@ -97,12 +101,18 @@ class Rolling:
         manifest = structs.replace(self.first, revision=revision, training_timeout_s=9.0, **changes)
         return settings(manifest, evaluation=EVALUATED, training_timeout_s=9.0), manifest
 
-    async def begin(self, revision: int = 2, fallback: dict[str, Any] | None = None) -> None:
+    async def begin(
+        self,
+        revision: int = 2,
+        fallback: dict[str, Any] | None = None,
+        shares: tuple[float, ...] = PLAN.shares,
+    ) -> None:
         config, manifest = self.candidate(revision)
         numbered = {"revision": revision + 1} | (fallback or {})
         back = structs.replace(self.first, **numbered)
         bundle = await head_of(self.system, manifest)
-        request = BeginRollout(config, bundle, await head_of(self.system, back), PLAN)
+        plan = structs.replace(PLAN, shares=shares)
+        request = BeginRollout(config, bundle, await head_of(self.system, back), plan)
         await rollouts.begin(self.system.service, ADMIN, self.task, request, BY)
 
     async def view(self) -> RolloutView:
@@ -289,6 +299,26 @@ def test_it_needs_identities_and_something_to_compare_with(tmp_path: Path) -> No
         own.version(1, loss=None)
         with pytest.raises(Conflict, match="nothing to compare with"):
             await own.begin()
+
+    rolling(tmp_path, test)
+
+
+@pytest.mark.parametrize("shares", [(0.2, 1.0), (1.0,)])
+@pytest.mark.parametrize("role", ["aggregator", "coordinator"])
+def test_it_needs_servers_of_one_version(
+    tmp_path: Path, role: str, shares: tuple[float, ...]
+) -> None:
+    """A coordinator of 0.4.0 writes the row of the task without the fields of a rollout."""
+
+    async def test(own: Rolling) -> None:
+        own.system.service.coordinators = ("coordinator", "never-started")
+        for version in ("", papaya.__version__):
+            own.system.change(Transaction(put=((boot_key(role), BootRow(1, FORMAT, version)),)))
+            if version:
+                await own.begin(shares=shares)
+            else:
+                with pytest.raises(Conflict, match=rf"{role} runs 0\.4\.0"):
+                    await own.begin(shares=shares)
 
     rolling(tmp_path, test)
 
