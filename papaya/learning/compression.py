@@ -68,8 +68,11 @@ def decode_update(chunks: Sequence[BytesLike], length: int, bits: UploadBits) ->
     scales = np.frombuffer(data, FLOAT32, count)
     codes = np.frombuffer(data, _dtype(bits), length, offset=4 * count)
     update: Vector = codes.astype(FLOAT32)
+    whole = length // VALUES_PER_SCALE
+    rows, rest = update[: whole * VALUES_PER_SCALE], update[whole * VALUES_PER_SCALE :]
     with np.errstate(all="ignore"):  # whoever admits the update looks for what is not finite
-        update *= np.repeat(scales, VALUES_PER_SCALE)[:length]
+        rows.reshape(whole, VALUES_PER_SCALE)[:] *= scales[:whole, np.newaxis]
+        rest *= scales[whole:]
     return update
 
 
@@ -83,6 +86,7 @@ def _rounded(
     scales = np.where(scales < exact, np.nextafter(scales, np.float32(np.inf)), scales)
     divisors = np.repeat(np.where(scales > 0, scales, 1), VALUES_PER_SCALE)[: update.size]
     codes = np.floor(update / divisors.astype(FLOAT64) + draws)
+    np.minimum(codes, largest, out=codes)  # a draw just below 1 is rounded to 1 in the addition
     return scales.astype(FLOAT32).tobytes() + codes.astype(_dtype(bits)).tobytes()
 
 

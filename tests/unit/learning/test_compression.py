@@ -65,6 +65,13 @@ def test_no_number_is_off_by_more_than_its_scale(
 
 
 @pytest.mark.parametrize("bits", BITS)
+def test_the_largest_number_keeps_its_sign_with_the_largest_draw(bits: UploadBits) -> None:
+    """With this seed the first draw is 1 - 2**-53, the largest below 1."""
+    update = np.array([LEVELS[bits]], FLOAT32)
+    assert rounded(update, bits, seed=0x31628AF67B2131AB) == update
+
+
+@pytest.mark.parametrize("bits", BITS)
 def test_the_mean_of_many_rounded_updates_is_the_update(bits: UploadBits) -> None:
     """Rounding to the nearest would be off by the same amount each time."""
     update = a_vector(300)
