@@ -1221,10 +1221,9 @@ class HeldTask:
         session = self.sessions.active.get(message.session)
         if session is None or not self.pipeline.knows(message):
             return []
+        # An update that is kept for its rule stays in memory until it is durable.
         if message.refused is not None or not self.pipeline.keeps_members:
-            self._memory.release(
-                session.claim
-            )  # else the update stays in memory until it is durable
+            self._memory.release(session.claim)
         if message.is_unanswered:
             return self._on_unanswered(now, session, message)
         if message.refused is not None:

@@ -67,12 +67,17 @@ def chunk_length(update_bytes: int, chunk_bytes: int, index: int) -> int:
     return min(chunk_bytes, update_bytes - index * chunk_bytes)
 
 
-def needed_bytes(config: TaskConfig, chunk_bytes: int) -> int:
-    """All the memory that an upload of the task may need, for chunks kept and in transit, and for
-    the numbers of an update that comes in fewer bits.
+def held_per_byte(config: TaskConfig) -> int:
+    """The memory for each byte of an upload: for itself, and for the float32 numbers that an update
+    in fewer bits becomes.
     """
-    numbers = 0 if config.upload_bits == 32 else config.model_bytes
-    return config.update_bytes + ARRIVING * min(chunk_bytes, config.update_bytes) + numbers
+    return 1 if config.upload_bits == 32 else 1 + 32 // config.upload_bits
+
+
+def needed_bytes(config: TaskConfig, chunk_bytes: int) -> int:
+    """All the memory that an upload of the task may need, for chunks kept and in transit."""
+    size = config.update_bytes
+    return held_per_byte(config) * size + ARRIVING * min(chunk_bytes, size)
 
 
 def why_not_served(config: TaskConfig, chunk_bytes: int, memory_bytes: float) -> str:
@@ -101,6 +106,7 @@ class Claim:
         "chunk_bytes",
         "has_begun",
         "has_grown",
+        "held_per_byte",
         "is_complete",
         "is_promised",
         "kept_bytes",
@@ -113,12 +119,13 @@ class Claim:
     def __init__(self, owner: Owner, config: TaskConfig, chunk_bytes: int) -> None:
         self.owner = owner
         self.chunk_bytes = min(chunk_bytes, config.update_bytes)
+        self.held_per_byte = held_per_byte(config)
         # All that the upload may ever hold.
         self.needed_bytes = needed_bytes(config, chunk_bytes)
         # Half the rate that is needed to end in time. An upload slower than that is hopeless.
         in_time = config.update_bytes / config.upload_timeout_s
         self.bytes_per_s = max(MIN_BYTES_PER_S, in_time / 2)
-        # Chunks that are kept.
+        # What chunks that are kept hold, now or when the update is folded.
         self.kept_bytes = 0
         # Chunks in transit may use whole buffers; before, `STARTER_BYTES` each.
         self.has_grown = False
@@ -174,7 +181,7 @@ class UploadMemory:
         """May a chunk of this length be received? If so, it can be kept as long as others wait for
         no memory. The first chunk begins the upload.
         """
-        kept = claim.kept_bytes + length if claim.has_grown else 0
+        kept = claim.kept_bytes + claim.held_per_byte * length if claim.has_grown else 0
         return self._reserve(now, claim, kept + claim.transit_bytes)
 
     def may_grow(self, now: float, claim: Claim) -> bool:
@@ -182,17 +189,18 @@ class UploadMemory:
         if claim.owner not in self._claims:
             return False
         if not claim.has_grown:
-            room = (ARRIVING + 1) * claim.chunk_bytes
+            room = (ARRIVING + claim.held_per_byte) * claim.chunk_bytes
             claim.has_grown = self._reserve(now, claim, room)
         return claim.has_grown
 
     def may_keep(self, now: float, claim: Claim, length: int) -> bool:
         """Is there room for a chunk that has arrived as a whole?"""
-        return self._reserve(now, claim, claim.kept_bytes + length + ARRIVING * claim.chunk_bytes)
+        kept = claim.kept_bytes + claim.held_per_byte * length
+        return self._reserve(now, claim, kept + ARRIVING * claim.chunk_bytes)
 
     def keep(self, now: float, claim: Claim, length: int) -> None:
         """`may_keep` has just been true."""
-        claim.kept_bytes += length
+        claim.kept_bytes += claim.held_per_byte * length
         claim.has_grown = True
         untold = max(0, length - claim.told_bytes)
         claim.told_bytes = max(0, claim.told_bytes - length)

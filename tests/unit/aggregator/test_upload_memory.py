@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from papaya.aggregator.held_task import TaskPhase
 from papaya.aggregator.upload import ARRIVING, STARTER_BYTES, Claim, UploadMemory
 from papaya.aggregator.work import Arriving, Drop, Fold, Growing, Snapshot
+from papaya.config import Requirements
+from papaya.config.upload_bits import UploadBits
 from papaya.machine import Transact
 from papaya.messages.base import Message
 from papaya.messages.participation import (
@@ -251,6 +253,23 @@ def test_two_hundred_slow_devices_do_not_keep_one_that_is_fast_from_its_upload()
         memory.keep(now, fast, CHUNK)
         memory.check()
     assert fast.kept_bytes == 20 * CHUNK
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_complete_upload_in_fewer_bits_holds_the_memory_of_its_numbers(bits: UploadBits) -> None:
+    """It is decoded to be folded, and a rule that needs single updates keeps the numbers."""
+    config = a_task(model_length=10_000, requirements=Requirements(upload_bits=bits))
+    chunk = 1_000
+    claim = Claim((TASK, "s"), config, chunk)
+    memory = UploadMemory(claim.needed_bytes, H)
+    for start in range(0, config.update_bytes, chunk):
+        length = min(chunk, config.update_bytes - start)
+        assert memory.may_send(0.0, claim, length)
+        assert memory.may_keep(0.0, claim, length)
+        memory.keep(0.0, claim, length)
+    claim.is_complete = True
+    assert claim.held_bytes >= config.update_bytes + config.model_bytes
+    memory.check()
 
 
 @pytest.mark.parametrize("stall_s", [0, 15])
