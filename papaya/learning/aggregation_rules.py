@@ -203,9 +203,11 @@ def combined(config: Aggregation, members: BufferMembers) -> Vector:
     rule = aggregation_rule(config)
     assert isinstance(rule, MembersRule)
     found = rule.combine(members) if config.is_built_in else _run(config, rule.combine, members)
-    if found.shape != (members.length,) or found.dtype != FLOAT32:
+    is_array = isinstance(found, np.ndarray)
+    if not is_array or found.shape != (members.length,) or found.dtype != FLOAT32:
+        what = f"{found.shape} {found.dtype}" if is_array else type(found).__name__
         raise ConfigError(
-            f"the aggregation rule {config.kind} returned {found.shape} {found.dtype}",
+            f"the aggregation rule {config.kind} returned {what}",
             hint=f"it must return {members.length} float32 numbers",
         )
     return found

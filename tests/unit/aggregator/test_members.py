@@ -184,6 +184,11 @@ class Failing(MembersRule):
         raise ZeroDivisionError("on purpose")
 
 
+class Listing(MembersRule):
+    def combine(self, members: BufferMembers) -> Any:
+        return [0.0] * members.length
+
+
 class Halved(SumRule):
     def scale(self, length: float) -> float:
         return 0.5 if length > self.parameters["above"] else 1.0
@@ -208,6 +213,13 @@ def test_an_extension_that_fails_halts_the_task() -> None:
         phone.upload_for_good(1)
     assert "failing failed: ZeroDivisionError" in node.machine.tasks["words"].halted_because
     assert len(world.recorded()) == 2, "nothing is lost"
+
+
+def test_an_extension_that_returns_no_array_halts_the_task_with_a_reason() -> None:
+    world, node = a_world(an_extension("listing", Listing))
+    for phone in world.joined(node, 2):
+        phone.upload_for_good(1)
+    assert "listing returned list" in node.machine.tasks["words"].halted_because
 
 
 def test_an_extension_may_shorten_updates_of_a_sum() -> None:
