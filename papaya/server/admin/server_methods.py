@@ -30,8 +30,10 @@ async def require_server_methods(service: AdminService, config: TaskConfig) -> T
             f"MB, and the servers allow {most_mb:,} MB",
             hint="lower aggregation_goal, use mean, or raise max_members_mb in the server's file",
         )
-    chosen = (config.staleness, config.weighting, config.aggregation)
-    if chosen == (Staleness(), Weighting(), Aggregation()) and config.optimizer.is_built_in:
+    combining = (config.staleness, config.weighting, config.aggregation, config.upload_bits)
+    optimizer = config.optimizer
+    is_known = optimizer.is_built_in and optimizer.averaged == 0
+    if is_known and combining == (Staleness(), Weighting(), Aggregation(), 32):
         return Transaction()
     return await require_newest_format(
         service, "an earlier version would combine the updates of this task differently"

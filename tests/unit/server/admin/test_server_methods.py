@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 import papaya
-from papaya.config import Aggregation, OptimizerConfig, Staleness, Weighting
+from papaya.config import Aggregation, OptimizerConfig, Requirements, Staleness, Weighting
 from papaya.errors import ConfigError
 from papaya.learning import extensions
 from papaya.messages.storage import (
@@ -93,7 +93,12 @@ def test_servers_of_one_version_combine_updates_in_one_way(tmp_path: Path) -> No
     async def test(system: System) -> None:
         system.change(server(""))
         await system.submit(structs.replace(TASK, task="usual"))
-        for task in (MEDIAN, structs.replace(TASK, staleness=Staleness("constant"))):
+        for task in (
+            MEDIAN,
+            structs.replace(TASK, staleness=Staleness("constant")),
+            structs.replace(TASK, optimizer=structs.replace(TASK.optimizer, averaged=1)),
+            structs.replace(TASK, requirements=Requirements(upload_bits=8)),
+        ):
             with pytest.raises(Conflict, match="aggregator runs"):
                 await system.submit(task)
         system.change(server(papaya.__version__, FIRST_FORMAT))
