@@ -28,7 +28,7 @@ _FEW = 12
 _INSIDE = 4
 _ROOM = 0.8
 _REGIMES = {"AsyncFL": 0, "AsyncFL, large K": 3, "SyncFL": 1, "SyncFL without": 2}
-_UNMET = "target not reached in all recorded runs"
+_UNMET = "target not reached in every recorded run"
 _BINS = 50
 _MARGIN = 1.15
 
@@ -318,7 +318,7 @@ def _legends(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel]) -> N
     if len(handles) > _INSIDE or (alike and len(panels) > 1):
         figure.legend(
             handles.values(), handles.keys(), loc="outside lower center",
-            ncols=2 if len(panels) == 1 else 3, frameon=False, fontsize=8,
+            ncols=1 if len(panels) == 1 else 3, frameon=False, fontsize=8,
         )  # fmt: skip
         return
     for axis in axes:
