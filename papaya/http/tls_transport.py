@@ -104,7 +104,11 @@ class TlsTransport(asyncio.Transport):
             self._flush()  # a renegotiation may have kept it waiting for bytes
         left = _BYTES_PER_TURN
         while left > 0 and self.is_reading():
-            taken, is_empty, error = self._read()
+            try:
+                taken, is_empty, error = self._read()
+            except Exception as mistake:  # of the protocol, which will not take these bytes later
+                self._end(mistake)
+                raise
             left -= taken
             if is_empty:
                 return
@@ -135,7 +139,7 @@ class TlsTransport(asyncio.Transport):
             is_empty = True
             self._watch_writes()
         except (OSError, ValueError) as problem:
-            error = problem
+            error = problem.with_traceback(None)  # its frames hold the error and the buffer
         if taken:
             self._protocol.buffer_updated(taken)
         return taken, is_empty, error
@@ -219,6 +223,9 @@ class TlsTransport(asyncio.Transport):
             self._is_closing = True
             if not self._unsent:
                 self._end(None)
+            elif self._has_reader:  # nobody takes what still arrives
+                self._has_reader = False
+                self._loop.remove_reader(self._file)
 
     def abort(self) -> None:
         self._end(None)

@@ -187,6 +187,59 @@ def test_a_silent_handshake_ends_in_time_and_closes_the_socket(
     run(main(), loop)
 
 
+def test_closing_with_unsent_bytes_does_not_watch_for_more(contexts: Contexts) -> None:
+    """Nobody reads them, so the loop would report them again and again, at full speed."""
+
+    async def main() -> None:
+        recorder = Recorder()
+        peer = await a_pair(contexts, recorder)
+        file = recorder.transport._file
+        recorder.transport.write(b"a" * (4 << 20))
+        assert recorder.transport.get_write_buffer_size() > 0
+        await asyncio.to_thread(peer.sendall, b"nobody reads this")
+        recorder.transport.close()
+        assert not asyncio.get_running_loop().remove_reader(file)
+        assert len(await asyncio.to_thread(_everything, peer)) == 4 << 20
+        await recorder.until(lambda: bool(recorder.ends))
+
+    run(main(), "asyncio")  # uvloop does not return whether there was a reader
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_mistake_of_the_protocol_ends_the_connection(loop: str, contexts: Contexts) -> None:
+    class Mistaken(Recorder):
+        def buffer_updated(self, nbytes: int) -> None:
+            raise ZeroDivisionError
+
+    async def main() -> None:
+        reported: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: reported.append(context["exception"])
+        )
+        recorder = Mistaken()
+        peer = await a_pair(contexts, recorder)
+        await asyncio.to_thread(peer.sendall, b"bytes")
+        await recorder.until(lambda: bool(recorder.ends))
+        assert recorder.ends == reported
+        assert isinstance(recorder.ends[0], ZeroDivisionError)
+        peer.close()
+
+    run(main(), loop)
+
+
+def test_an_error_does_not_keep_the_buffer_of_the_protocol(contexts: Contexts) -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        peer = await a_pair(contexts, recorder)
+        with socket.socket(fileno=peer.detach()) as raw:
+            raw.sendall(b"this is not TLS at all")
+        await recorder.until(lambda: bool(recorder.ends))
+        assert isinstance(recorder.ends[0], OSError)
+        assert recorder.ends[0].__traceback__ is None
+
+    run(main())
+
+
 def _everything(peer: ssl.SSLSocket) -> bytes:
     with peer:
         received = b""
