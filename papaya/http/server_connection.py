@@ -35,6 +35,7 @@ REQUESTS_PER_TURN = 4  # of one connection, before the loop serves the others
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _FILE_PIECE_BYTES = 256 << 10
+_BYTES_PER_TURN = 1 << 20  # written to one connection, before the loop serves the others
 _JOINED_BYTES = 64 << 10  # a body up to this size is copied behind its head, to write once
 _FIRST_BODY_BYTES = 16 << 10
 # Module constants, because Python 3.11 looks up the members of an enum slowly.
@@ -273,11 +274,14 @@ class ServerConnection(asyncio.BufferedProtocol):
     def _advance(self) -> None:
         """Does what `_pending` and the transport allow. Called by the loop only, never nested.
 
-        A peer that pipelines gets a few answers per turn of the loop, or it would stall the others.
+        A peer that pipelines gets a few answers per turn of the loop, and one that reads as fast as
+        we write some of a file, or it would stall the others.
         """
         last = self._requests + REQUESTS_PER_TURN
+        enough = self._out.written + _BYTES_PER_TURN
         while self._step():
-            if self._requests >= last and self._state is _HEAD:
+            is_last = self._requests >= last and self._state is _HEAD
+            if is_last or self._out.written >= enough:
                 self._schedule()
                 break
         self._regulate()
@@ -600,7 +604,7 @@ class _Outgoing:
 
     def send_piece(self) -> bool:
         """Sends one piece if there is room. False if there was none, or nothing is left."""
-        if self._file is None or self.is_full:
+        if self._file is None or self.is_full or self._transport.is_closing():
             return False
         if self._file_left:
             piece = b""

@@ -367,3 +367,32 @@ def test_who_is_not_admitted_is_answered_before_the_body(loop: str) -> None:
 
     run(main(), loop)
     assert handled == [b"mine"]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_file_does_not_hold_the_loop_if_the_socket_takes_everything(
+    is_lost: bool, tmp_path: Path
+) -> None:
+    """`is_lost`: the first write finds a closed socket. Then no more of the file is read."""
+
+    class Losing(ListTransport):
+        def write(self, data: bytes | bytearray | memoryview) -> None:
+            super().write(data)
+            self.close()
+
+    file = tmp_path / "file"
+    file.write_bytes(8 * BIG)
+
+    async def main() -> None:
+        route = Buffered("GET", "/file", lambda e, _: e.answer_file(file))
+        async with a_service([route]) as service:
+            transport = (Losing if is_lost else ListTransport)(service)
+            transport.feed(a_request("GET", "/file"))
+            sent = [0, len(transport.sent)]
+            while sent[-1] != sent[-2] or len(sent) < 5:
+                await asyncio.sleep(0)
+                sent.append(len(transport.sent))
+            assert all(after - before < 2 * len(BIG) for before, after in pairwise(sent))
+            assert sent[-1] < len(BIG) if is_lost else sent[-1] > 8 * len(BIG)
+
+    run(main())
