@@ -51,7 +51,7 @@ CREATE TABLE IF NOT EXISTS device_state (
     task TEXT PRIMARY KEY,
     run TEXT NOT NULL,
     collection TEXT NOT NULL,
-    written_at REAL NOT NULL,
+    began_at REAL NOT NULL,
     state BLOB NOT NULL
 ) STRICT;
 """
@@ -204,12 +204,15 @@ class ExampleStore:
 
     def keep_state(self, task: str, run: str, collection: str, state: bytes, now: float) -> None:
         """Keep this in place of the task's previous state, also of another run. It is deleted with
-        its collection, and when it has reached the greatest age of an example.
+        its collection, and when the first state of the run has reached the greatest age of an
+        example: otherwise each state could pass on what the device has deleted.
         """
         with self._current():
             self._policy(collection)
             self._file.change(
-                "INSERT OR REPLACE INTO device_state VALUES (?, ?, ?, ?, ?)",
+                "INSERT INTO device_state VALUES (?, ?, ?, ?, ?) ON CONFLICT (task) DO UPDATE SET "
+                "began_at = iif(run = excluded.run, began_at, excluded.began_at), "
+                "run = excluded.run, collection = excluded.collection, state = excluded.state",
                 *(task, run, collection, now, state),
             )
 
@@ -264,6 +267,7 @@ class ExampleStore:
         # The clock was ahead when they were added. They are kept for as long as others from now on;
         # otherwise they would outlive a window of the privacy budget (docs/privacy.md).
         self._file.change("UPDATE example SET added_at = ? WHERE added_at > ?", now, now)
+        self._file.change("UPDATE device_state SET began_at = ? WHERE began_at > ?", now, now)
         for collection, policy in self._policies.items():
             self._file.delete(
                 "DELETE FROM example WHERE collection = ? AND added_at <= ?",
@@ -271,7 +275,7 @@ class ExampleStore:
                 now - policy.max_age_s,
             )
             self._file.delete(
-                "DELETE FROM device_state WHERE collection = ? AND written_at <= ?",
+                "DELETE FROM device_state WHERE collection = ? AND began_at <= ?",
                 collection,
                 now - policy.max_age_s,
             )

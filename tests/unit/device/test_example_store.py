@@ -377,6 +377,28 @@ def test_a_state_ends_with_its_collection_and_with_the_age_of_examples(tmp_path:
     assert b"state of" not in path.read_bytes()
 
 
+def test_participations_do_not_renew_the_age_of_a_state() -> None:
+    """Otherwise each could pass on what was learnt from examples that the device has deleted."""
+    with ExampleStore(":memory:", {"text": policy()}) as store:
+        for now in (0.0, 60.0, 99.0):
+            store.keep_state("a", "a-1", "text", b"state", now)
+            assert store.state_of("a", "a-1") == b"state"
+        store.sweep(100.0)
+        assert store.state_of("a", "a-1") == b""
+        store.keep_state("a", "a-1", "text", b"new state", 100.0)
+        store.keep_state("a", "a-2", "text", b"new run", 150.0)
+        store.sweep(200.0)
+        assert store.state_of("a", "a-2") == b"new run", "it began with its run"
+
+
+def test_a_state_from_the_future_counts_as_begun_now() -> None:
+    with ExampleStore(":memory:", {"text": policy()}) as store:
+        store.keep_state("a", "a-1", "text", b"state", 1e9)
+        store.sweep(0.0)
+        store.sweep(100.0)
+        assert store.state_of("a", "a-1") == b""
+
+
 def test_a_state_of_a_collection_that_is_gone_is_refused() -> None:
     with ExampleStore(":memory:") as store, pytest.raises(ConfigError):
         store.keep_state("a", "a-1", "text", b"state", 0.0)
