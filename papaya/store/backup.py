@@ -111,6 +111,13 @@ def back_up(
             hint="give the data folder of a server: --data DIR, or its configuration: --config "
             "FILE, if its state is on PostgreSQL",
         )
+    if database is not None and (known := read_cluster(data)) != database.cluster:
+        raise OperatorError(
+            f"the folder {data} belongs to {known or 'no cluster'}, the database to "
+            f"{database.cluster}",
+            hint="give the configuration of a server, on its machine: the tokens and keys are in "
+            "its data folder",
+        )
     if target.exists():
         raise OperatorError(f"{target} exists already", hint="choose a new folder for each backup")
     make_folder(target)
@@ -131,6 +138,11 @@ def back_up(
         raise OperatorError(
             f"blobs are deleted faster than they can be copied: {len(missing)} are missing",
             hint="write the backup to a faster disk, or pause the tasks meanwhile",
+        )
+    if named and missing == named:
+        raise OperatorError(
+            f"none of the {len(named)} blobs was found",
+            hint="if the blobs are in a bucket, give the configuration of a server: --config FILE",
         )
     _copy_files(data, target)
     (target / _COMPLETE).touch()
@@ -260,24 +272,24 @@ def restore(
     """
     data, cluster = plan.data, read_cluster(plan.backup)
     _require_empty(database, bucket)
-    new = data.with_name(f"{data.name}.restoring")
-    shutil.rmtree(new, ignore_errors=True)
-    make_folder(new)
-    copies = FolderBlobs(plan.backup / _BLOBS)
-    if bucket is not None and cluster is not None:
-        bucket.claim(cluster)
-    restored = FolderBlobs(new / _BLOBS) if bucket is None else bucket
-    for key in plan.blobs:
-        _copy_blob(copies, restored, key)
-    rows = {key.encode(): wire.encode_row(row) for key, row in plan.rows.items()}
-    if database is not None:
-        database.fill(rows)
-    else:
-        with closing(SqliteState(new / _STATE, cluster=cluster)) as state:
-            state.fill(rows)
-    _copy_files(plan.backup, new)
-    before = None
-    with _unused(data):
+    with _unused(data):  # before anything is written: neither place could be used a second time
+        new = data.with_name(f"{data.name}.restoring")
+        shutil.rmtree(new, ignore_errors=True)
+        make_folder(new)
+        copies = FolderBlobs(plan.backup / _BLOBS)
+        if bucket is not None and cluster is not None:
+            bucket.claim(cluster)
+        restored = FolderBlobs(new / _BLOBS) if bucket is None else bucket
+        for key in plan.blobs:
+            _copy_blob(copies, restored, key)
+        rows = {key.encode(): wire.encode_row(row) for key, row in plan.rows.items()}
+        if database is not None:
+            database.fill(rows)
+        else:
+            with closing(SqliteState(new / _STATE, cluster=cluster)) as state:
+                state.fill(rows)
+        _copy_files(plan.backup, new)
+        before = None
         if data.exists():
             before = data.with_name(f"{data.name}.before-{now:.0f}")
             data.rename(before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,9 @@ from papaya.store import backup
 from papaya.store.backup import JUMP, back_up, plan_restore, restore
 from papaya.store.blobs import FolderBlobs
 from papaya.store.clusters import open_state
+from papaya.store.postgresql import PostgresState
 from papaya.store.state import SqliteState
+from tests.postgresql import postgres
 
 KEY, NOW = b"k" * 32, 1000.0
 
@@ -189,3 +193,44 @@ def test_a_restored_cluster_keeps_its_id(data: Data, tmp_path: Path) -> None:
     reopened = open_state(None, data.folder, "server")
     reopened.close()
     assert reopened.cluster == opened.cluster
+
+
+def test_a_backup_without_any_blob_is_refused(data: Data, tmp_path: Path) -> None:
+    """They are in a bucket, and only the configuration says where."""
+    for key in (data.parameters, data.optimizer):
+        data.blobs.delete(key)
+    with pytest.raises(OperatorError, match="none of the 2 blobs was found") as refused:
+        back_up(data.folder, tmp_path / "backup")
+    assert "--config" in refused.value.hint
+    with pytest.raises(OperatorError, match="not a complete backup"):
+        planned(data, tmp_path / "backup")
+
+
+def test_a_database_is_backed_up_with_the_folder_of_its_cluster(data: Data, tmp_path: Path) -> None:
+    """Another folder has other tokens, or none, and the restored servers would be refused."""
+    with postgres().schema() as url, closing(PostgresState(url, "test")) as database:
+        database.fill(data.state.raw_rows())
+        for found in ("no cluster", "another"):
+            with pytest.raises(OperatorError, match=f"belongs to {found}, the database to"):
+                back_up(data.folder, tmp_path / "backup", database=database)
+            assert not (tmp_path / "backup").exists()
+            (data.folder / "cluster.id").write_text("another\n", encoding="ascii")
+        (data.folder / "cluster.id").write_text(database.cluster, encoding="ascii")
+        assert back_up(data.folder, tmp_path / "backup", database=database) == (1, 2, ())
+
+
+def test_nothing_is_restored_into_a_database_while_a_server_runs(
+    data: Data, tmp_path: Path
+) -> None:
+    """Filled once, it would be refused in the next attempt."""
+    back_up(data.folder, tmp_path / "backup")
+    plan = planned(data, tmp_path / "backup")
+    with (
+        postgres().schema() as url,
+        closing(PostgresState(url, "test")) as database,
+        (data.folder / "server.lock").open("w") as lock,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(OperatorError, match="a server runs on"):
+            restore(plan, NOW, database=database)
+        assert database.raw_rows() == {}
