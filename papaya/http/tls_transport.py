@@ -105,7 +105,7 @@ class TlsTransport(asyncio.Transport):
         left = _BYTES_PER_TURN
         while left > 0 and self.is_reading():
             try:
-                taken, is_empty, error = self._read()
+                taken, is_empty, error = self._read(left)
             except Exception as mistake:  # of the protocol, which will not take these bytes later
                 self._end(mistake)
                 raise
@@ -118,12 +118,12 @@ class TlsTransport(asyncio.Transport):
         if self.is_reading():
             self._read_soon()
 
-    def _read(self) -> tuple[int, bool, Exception | None]:
+    def _read(self, most: int) -> tuple[int, bool, Exception | None]:
         """Bytes that the protocol got, whether the socket is empty, and an error.
 
         Neither bytes nor an error: the peer has closed.
         """
-        room = memoryview(self._protocol.get_buffer(-1))
+        room = memoryview(self._protocol.get_buffer(-1))[:most]  # there may be room for a model
         taken, is_empty = 0, False
         error: Exception | None = None
         try:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from papaya.http import tls_transport
 from papaya.http.tls_transport import TlsTransport, start_tls
 from tests.unit.http.loopback import LOOPS, run, tls_contexts
 
@@ -238,6 +239,33 @@ def test_an_error_does_not_keep_the_buffer_of_the_protocol(contexts: Contexts) -
         assert recorder.ends[0].__traceback__ is None
 
     run(main())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_large_buffer_is_filled_in_several_turns_of_the_loop(
+    loop: str, contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Measuring(Recorder):
+        pieces: tuple[int, ...] = ()
+
+        def buffer_updated(self, nbytes: int) -> None:
+            self.pieces += (nbytes,)
+            super().buffer_updated(nbytes)
+
+    async def main() -> None:
+        recorder = Measuring(room=1 << 20)
+        peer = await a_pair(contexts, recorder)
+        recorder.transport.pause_reading()
+        sent = bytes(range(250)) * 200
+        await asyncio.to_thread(peer.sendall, sent)
+        recorder.transport.resume_reading()
+        await recorder.until(lambda: recorder.got == sent)
+        assert max(recorder.pieces) <= 4096
+        recorder.transport.abort()
+        peer.close()
+
+    monkeypatch.setattr(tls_transport, "_BYTES_PER_TURN", 4096)
+    run(main(), loop)
 
 
 def _everything(peer: ssl.SSLSocket) -> bytes:
