@@ -85,7 +85,7 @@ def test_a_replay_is_learning_in_the_loop_bit_for_bit(
     rates = structs.replace(RATES, clip=clip)
     trace, replayed, along, looped, inside = both(regime, workload, rates, durability="step")
     assert (trace.staleness.max() > 1) == (regime is ASYNC)
-    assert replayed == looped
+    assert structs.replace(replayed, rounding={}) == looped
     assert replayed.diverged is None
     assert replayed.points[-1].quality.all < 2.0
     assert all(np.array_equal(a, b) for a, b in zip(along, inside, strict=True))
@@ -109,7 +109,7 @@ def test_rules_weights_and_damping_are_those_of_the_servers_bit_for_bit(
     cuts = {} if "aggregation" in methods else {"durability": "step"}  # one per buffer, as above
     workload = BigramWorkload(POPULATION, LANGUAGE)
     _, replayed, along, looped, inside = both(ASYNC, workload, rates, **methods, **cuts)
-    assert replayed == looped
+    assert structs.replace(replayed, rounding={}) == looped
     assert all(np.array_equal(a, b) for a, b in zip(along, inside, strict=True))
     plain = both(ASYNC, workload, RATES, durability="step")[2]
     assert not np.array_equal(along[-1], plain[-1])

@@ -256,7 +256,7 @@ def test_two_methods_share_a_path() -> None:
 
 def test_bounds_of_answers_are_described_too() -> None:
     assert SCHEMAS["Incomplete"]["properties"]["missing"]["items"]["exclusiveMaximum"] == 4096
-    assert {*SCHEMAS["Joined"]["required"], "secure", "norms"} == {
+    assert {*SCHEMAS["Joined"]["required"], "secure", "norms", "upload_bits"} == {
         "type",
         *Joined.__struct_fields__,
     }
