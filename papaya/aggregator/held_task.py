@@ -52,6 +52,7 @@ from papaya.aggregator.upload import (
 from papaya.aggregator.work import (
     REVISED,
     UNREACHABLE,
+    DeleteBlobs,
     Drop,
     Folded,
     Forget,
@@ -345,6 +346,7 @@ class HeldTask:
         problem = why_not_served(ledger.config, self._server.chunk_bytes, self._memory.total_bytes)
         if problem := problem or _missing_methods(ledger):
             return self._halt(problem)
+        garbage = self.ledger.replaced_by(ledger) if self.has_served else ()
         self.pipeline = Pipeline(ledger, self._tokens)
         self._tell_versions()
         if ledger.config.secure_aggregation is not None:
@@ -355,7 +357,8 @@ class HeldTask:
         self._serve_earlier()
         effects = [*self._settle_sessions(), *self._end_revoked()]
         self._keep_places()
-        return [*effects, self.pipeline.restore()]
+        deleted: Effects = [DeleteBlobs(garbage)] if garbage else []
+        return [*effects, *deleted, self.pipeline.restore()]
 
     def _settle_sessions(self) -> Effects:
         """Acknowledge what the rows count; ask for every other upload again.

@@ -123,6 +123,14 @@ class Ledger:
             *(blob for row in self.records.values() for blob in blobs_of(row)),
         )
 
+    def replaced_by(self, later: Ledger) -> tuple[BlobKey, ...]:
+        """Blobs of records that rows read later do not name: a commit whose outcome was unknown has
+        replaced them, and no earlier transaction can be applied after it.
+        """
+        named = frozenset(later.blobs())
+        ours = (blob for row in self.records.values() for blob in blobs_of(row))
+        return tuple(blob for blob in ours if blob not in named)
+
     def take_owners_changes(self, rows: Mapping[str, Row]) -> bool:
         """Adopt version rows that the owner marked, or an evaluation pinned, in the meantime.
 

@@ -122,6 +122,22 @@ def test_an_unknown_outcome_is_looked_up(fate: Literal["applied", "lost"]) -> No
     assert (world.recorded(), updates_of(world)) == ([phone.session], [[1, 0, 0, 0]])
 
 
+@pytest.mark.parametrize("fate", ["applied", "lost"])
+def test_the_updates_of_a_version_of_unknown_outcome_are_deleted(
+    fate: Literal["applied", "lost"],
+) -> None:
+    world, node = a_world(a_median_task(2))
+    one, other = world.joined(node, 2)
+    one.upload_for_good(1)
+    node.hold(Transact)
+    other.upload(3)
+    node.settle("committed")
+    node.settle(fate)
+    node.release()
+    assert (world.version, world.parameters(1)) == (1, [2, 0, 0, 0])
+    assert not [key for key in world.blobs if "/update-" in key]
+
+
 def test_updates_keep_their_memory_until_they_are_durable() -> None:
     world = World(a_median_task(), upload_bytes=4 * ONE_UPLOAD)
     node = world.start()
