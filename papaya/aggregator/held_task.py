@@ -1009,7 +1009,7 @@ class HeldTask:
     def _count(self, session: Session, ending: str) -> None:
         """Count an ending; in a rollout also whether it speaks for or against the candidate."""
         self.counters[ending] += 1
-        if session.manifest == self.ledger.candidate != self.pipeline.manifest:
+        if session.manifest == self.ledger.judged:
             if ending == "counted":
                 self.counters[CANDIDATE_COUNTED] += 1
             elif is_failure(ending):

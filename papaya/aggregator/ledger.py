@@ -60,6 +60,10 @@ class Ledger:
         if task.candidate is not None:
             self.candidate = task.candidate.config.manifest
             self.terms[self.candidate] = task.candidate.config
+        # The digest of the revision that a rollout judges. With all devices, the number of its
+        # fallback is signed and not used.
+        is_rolled_out = task.candidate is not None or task.signed > task.revision
+        self.judged = self.candidate if is_rolled_out else None
         self.replaced_at = {e.config.manifest: e.replaced for e in reversed(task.earlier)}
         # Blobs of what the owner has signed.
         self._bundles = blobs_of(task)

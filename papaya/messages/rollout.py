@@ -177,7 +177,7 @@ def judge(
                 f"{plan.metric} {value:.4g} at version {version}, {rollout.baseline:.4g} before "
                 f"the rollout",
             )
-    counted, failed = own_counts(rollout, step)
+    counted, failed = step.counted, step.failed
     is_partial = rollout.share < 1
     usual = failing(step.others_counted, step.others_failed) if is_partial else rollout.failing
     if counted + failed >= plan.updates and failing(counted, failed) > usual + plan.failures:
@@ -194,15 +194,6 @@ def judge(
     return None
 
 
-def own_counts(rollout: RolloutRow, step: ArmCounts) -> tuple[int, int]:
-    """Counted and failed participations of this step under the candidate: in the last step, of all
-    devices.
-    """
-    if rollout.share < 1:
-        return step.counted, step.failed
-    return step.others_counted, step.others_failed
-
-
 def enough_at(rollout: RolloutRow) -> float:
     """Evaluations of versions above this one show what the candidate does."""
     return math.inf if rollout.updated_at is None else rollout.updated_at
@@ -212,7 +203,7 @@ def note_updates(
     rows: TaskRows, rollout: RolloutRow, counts: ArmCounts
 ) -> tuple[RolloutRow, Transaction] | None:
     """Note the newest version, as soon as the step has its updates."""
-    counted, _ = own_counts(rollout, since(rollout, counts))
+    counted = since(rollout, counts).counted
     if rollout.updated_at is not None or counted < rollout.plan.updates:
         return None
     noted = structs.replace(rollout, updated_at=rows.newest.version)

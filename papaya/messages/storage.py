@@ -305,7 +305,7 @@ class RolloutPlan(Struct, frozen=True):
 
 
 class ArmCounts(Struct, frozen=True, gc=False):
-    """Counted and failed participations: of the candidate, and of the revision beside it."""
+    """Counted and failed participations: of the candidate, and of other revisions."""
 
     counted: int = 0
     failed: int = 0

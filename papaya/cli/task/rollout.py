@@ -234,11 +234,8 @@ def in_words(rollout: RolloutView) -> str:
     parts = [f"revision {rollout.revision} {words[rollout.state]}"]
     if rollout.state == "running":
         plan, counts = rollout.plan, rollout.counts
-        is_partial = rollout.share < 1
-        counted = counts.counted if is_partial else counts.others_counted
-        failed = counts.failed if is_partial else counts.others_failed
-        parts.append(f"{counted:,} of {plan.updates:,} updates")
-        parts.append(f"{failed:,} failed")
+        parts.append(f"{counts.counted:,} of {plan.updates:,} updates")
+        parts.append(f"{counts.failed:,} failed")
         parts.append(f"then {rollout.good} of {plan.evaluations} evaluations")
         before = f"{rollout.baseline:.4g} at version {rollout.baseline_version}"
         parts.append(f"{plan.metric} was {before}")

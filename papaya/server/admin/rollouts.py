@@ -20,6 +20,7 @@ from papaya.messages.owner import TaskRows
 from papaya.messages.storage import (
     ArmCounts,
     EndingsRow,
+    Outcome,
     RolloutPlan,
     RolloutRow,
     TaskRow,
@@ -29,7 +30,7 @@ from papaya.messages.storage import (
 )
 from papaya.server.admin import bundles
 from papaya.server.admin.access import Caller
-from papaya.server.admin.accounts import write_within_quota
+from papaya.server.admin.accounts import transact_within_quota
 from papaya.server.admin.bundles import KeptBundle
 from papaya.server.admin.private_tasks import require_one_version
 from papaya.server.admin.problems import Conflict, NotFound
@@ -47,15 +48,33 @@ async def begin(
     service: AdminService, caller: Caller, task: TaskId, request: BeginRollout, attempt: Attempt
 ) -> TaskView:
     """Give the next revision of a task to the first share of the devices."""
-    found = await service.rows(task)
-    before = (await bundles.no_rollout(service, found))[1]
-    plan, named = request.plan, found.row.config.requirements.blobs
-    rule.check_plan(plan)
-    if plan.shares[0] < 1:
+    rule.check_plan(request.plan)
+    if request.plan.shares[0] < 1:
         _require_identities(service)
     await require_one_version(
         service, "a rollout needs servers of one version, because an earlier one would forget it"
     )
+    outcome: Outcome = "refused"
+    for _ in range(_ATTEMPTS):  # evaluations start and end meanwhile
+        found = await service.rows(task)
+        row, change = await _begun(service, found, request)
+        outcome = await transact_within_quota(
+            service, caller, row.candidate, change, attempt, (found.task,)
+        )
+        if outcome == "committed":
+            log(_stepped(found.row, row, f"begun by {attempt.actor}"))
+        if outcome != "refused":
+            break
+    service.settle(outcome)
+    return (await service.task(task)).task
+
+
+async def _begun(
+    service: AdminService, found: TaskRows, request: BeginRollout
+) -> tuple[RolloutRow, Transaction]:
+    """The first step, made from these rows."""
+    before = (await bundles.no_rollout(service, found))[1]
+    plan, named = request.plan, found.row.config.requirements.blobs
     config = structs.replace(request.config, task=found.task)
     needs = await require_server_methods(service, config)
     kept = await bundles.keep(service, config, request.bundle, named)
@@ -89,16 +108,16 @@ async def begin(
         counts=counts,
         baseline=value,
         baseline_version=version,
-        failing=rule.failing(counts.others_counted, counts.others_failed),
+        failing=rule.failing(
+            counts.counted + counts.others_counted, counts.failed + counts.others_failed
+        ),
     )
     running = await bundles.running_evaluations(service, found.task)
     known = before if isinstance(before, RolloutRow) else None
     change = rule.begin(found, row, known, fallback.manifest.revision, running)
     put = (*change.put, kept.revision_row(now), *needs.put)
     change = structs.replace(change, require=change.require + needs.require, put=put)
-    await write_within_quota(service, caller, kept.config, change, attempt, (found.task,))
-    log(_stepped(found.row, row, f"begun by {attempt.actor}"))
-    return (await service.task(found.task)).task
+    return row, change
 
 
 async def end(

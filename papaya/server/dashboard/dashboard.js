@@ -318,9 +318,8 @@ function rollout(found) {
     ["Before", `${plan.metric} ${short(found.baseline)} at version ${short(found.baseline_version)}`],
     ...(found.state !== "running" ? [] : [
       ["Now", last ? `${plan.metric} ${short(last[1])} at version ${short(last[0])}` : "not evaluated yet"],
-      ...(found.share < 1
-        ? [["Updates", `${short(counts.counted)} of ${short(plan.updates)}`], ["Failing", `${failing(counts.failed, counts.counted)}, others ${failing(counts.others_failed, counts.others_counted)}`]]
-        : [["Updates", `${short(counts.others_counted)} of ${short(plan.updates)}`], ["Failing", failing(counts.others_failed, counts.others_counted)]]),
+      ["Updates", `${short(counts.counted)} of ${short(plan.updates)}`],
+      ["Failing", failing(counts.failed, counts.counted) + (found.share < 1 ? `, others ${failing(counts.others_failed, counts.others_counted)}` : "")],
       ["Evaluations after that", `${found.good} of ${plan.evaluations}`],
       ["Since", date(found.since)],
     ]),

@@ -10,7 +10,7 @@ from papaya.config import AsyncFL, TaskConfig
 from papaya.messages.owner import TaskRows, offer, revise
 from papaya.messages.participation import Aborted, Alive, Completed, Joined, Leave, Left
 from papaya.messages.reasons import CANDIDATE_COUNTED, CANDIDATE_FAILED
-from papaya.messages.storage import Candidate, RecordRow
+from papaya.messages.storage import Candidate, RecordRow, Transaction, task_key
 from papaya.messages.tickets import AssignmentTicket
 from papaya.sim.revisions import signed
 from tests.unit.aggregator.builders import KEYRING, TASK, Node, Phone, World, a_task, a_world
@@ -106,12 +106,25 @@ def test_after_the_last_step_clients_of_both_revisions_finish() -> None:
     [before] = world.joined(node, 1)
     after = phone_under(world, node, candidate)
     assert isinstance(after.join(), Joined)
-    world.store.apply(revise(TaskRows(TASK, world.store.rows), candidate, (), world.now))
+    rows = TaskRows(TASK, world.store.rows)
+    world.store.apply(revise(rows, candidate, (), world.now, revision=1))
+    revised = TaskRows(TASK, world.store.rows).row
+    world.store.apply(Transaction(put=((task_key(TASK), structs.replace(revised, signed=2)),)))
     node.order([])
     world.place(node, active=2)
     assert before.upload_for_good(1.0) == COUNTED
+    assert CANDIDATE_COUNTED not in dict(node.held().report(world.now, 99).endings)
     assert after.upload_for_good(1.0) == COUNTED
+    assert dict(node.held().report(world.now, 99).endings)[CANDIDATE_COUNTED] == 1
     assert isinstance(world.phone(node).join(), Joined)
+
+
+def test_without_a_rollout_nothing_is_counted_twice() -> None:
+    config = signed(a_task(regime=AsyncFL(4)), 0)
+    world, node = a_world(config)
+    [phone] = world.joined(node, 1)
+    assert phone.upload_for_good(1.0) == COUNTED
+    assert CANDIDATE_COUNTED not in dict(node.held().report(world.now, 99).endings)
 
 
 def test_a_candidate_that_was_taken_back_cannot_be_joined() -> None:

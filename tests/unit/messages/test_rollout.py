@@ -132,9 +132,9 @@ def test_a_candidate_whose_clients_fail_is_rolled_back_although_the_model_is_goo
 
 def test_in_the_last_step_failures_are_compared_with_the_time_before() -> None:
     last = structs.replace(a_rollout(step=1), failing=0.1)
-    found = verdict(last, 0.9, others_counted=60, others_failed=40)
+    found = verdict(last, 0.9, counted=60, failed=40)
     assert found == "roll_back: 40 % of its participations fail, 10 % before the rollout"
-    assert verdict(last, 0.9, others_counted=75, others_failed=25) == ""
+    assert verdict(last, 0.9, counted=75, failed=25) == ""
 
 
 def test_a_step_that_gets_no_answer_in_time_is_rolled_back() -> None:

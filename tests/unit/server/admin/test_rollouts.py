@@ -21,6 +21,7 @@ from papaya.messages.storage import (
     EndingsRow,
     FenceRow,
     OptimizerRow,
+    Outcome,
     PointRow,
     RolloutPlan,
     RolloutRow,
@@ -161,7 +162,10 @@ def test_a_good_candidate_reaches_all_devices_step_by_step(tmp_path: Path) -> No
         assert row.config.training_timeout_s == 9.0
         assert len(row.earlier) == 1, "clients of the revision before may finish"
         assert (await own.view()).state == "running", "with all devices it is watched again"
-        own.ended(counted=30, candidate_counted=5)
+        own.ended(counted=30, candidate_counted=9)
+        await own.turn()
+        assert own.rollout().updated_at is None, "most are of clients that joined before"
+        own.ended(counted=31, candidate_counted=10)
         await own.turn()
         own.version(11, loss=1.05)
         await own.turn()
@@ -410,5 +414,24 @@ def test_settings_are_rolled_back_if_the_baseline_version_was_deleted(tmp_path: 
         assert view.why.endswith("; the model stays: version 1 was deleted")
         assert own.row().revision == 3
         assert max((await own.system.service.rows(own.task)).versions) == 2
+
+    rolling(tmp_path, test)
+
+
+def test_a_rollout_begins_although_evaluations_start_and_end(tmp_path: Path) -> None:
+    async def test(own: Rolling) -> None:
+        transact, changes = own.system.state.transact, iter(range(2))
+
+        async def changed_first(transaction: Transaction) -> Outcome:
+            if next(changes, None) is not None:
+                row = own.row()
+                counted = structs.replace(row, evaluations=row.evaluations + 1)
+                own.system.change(Transaction(put=((task_key(own.task), counted),)))
+            return await transact(transaction)
+
+        own.system.state.transact = changed_first  # type: ignore[method-assign]
+        await own.begin()
+        assert own.row().evaluations == 2
+        assert (await own.view()).state == "running"
 
     rolling(tmp_path, test)
