@@ -165,12 +165,10 @@ Exactly one of `above` and `below` is given.
 {MetricBounds}
 ### `privacy`: `Privacy`
 
-Exactly one of `noise_multiplier` and `epsilon` is given ([differential privacy](privacy.md)).
+See [differential privacy](privacy.md).
 
 {Privacy}
 #### `evaluation`: `PrivateEvaluation`
-
-Exactly one of `share` and `noise_multiplier` is given.
 
 {PrivateEvaluation}
 ### Values derived from a task

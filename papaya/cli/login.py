@@ -66,7 +66,7 @@ def add_to(commands: Commands) -> None:
         metavar="FILE",
         help=f"file with the token (default: ${TOKEN_VARIABLE} if it is set, else "
         f"{DEFAULT_TOKEN_FILE} for {DEFAULT_URL}, else it is asked for, or read from stdin); "
-        "- always does the latter",
+        "with -, it is always asked for or read from stdin",
     )
     parser.add_argument(
         "--ca",

@@ -66,7 +66,7 @@ def add_to(commands: Commands) -> None:
         "--scale",
         choices=SCALES,
         help="size of the experiments: quick takes tens of minutes on two cores; full is the "
-        "paper's size and takes many hours",
+        "paper's size and takes days",
     )
     parser.add_argument(
         "--seeds",
@@ -82,7 +82,7 @@ def add_to(commands: Commands) -> None:
         "library, a client per file), or none",
     )
     parser.add_argument("--jobs", type=whole(1), metavar="N", help="number of processes")
-    add_ray(parser, "do all runs")
+    add_ray(parser, "run")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for results")
     add_format(parser)
     bind(parser, ReproduceOptions, run)

@@ -242,7 +242,7 @@ def _say_where(server: Server, is_json: bool) -> None:
     if scheme == "http":
         note("INSECURE: no TLS; fine on one machine, otherwise set tls_certificate and tls_key")
     elif not server.deployment.servers_tls:
-        note("INSECURE: servers_tls = false; fine on a network that nobody else can read")
+        note("INSECURE: servers_tls = false; use it only on a network that nobody else can read")
     host = server.addresses.get("servers", "127.0.0.1:0").rpartition(":")[0]
     if not (server.deployment.has_mutual_tls or host.startswith("127.") or host == "[::1]"):
         note(

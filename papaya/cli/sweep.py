@@ -90,7 +90,7 @@ def add_to(commands: Commands) -> None:
     )
     _add_run(parser.add_argument_group("each run"))
     parser.add_argument("--jobs", type=whole(1), metavar="J", help="number of processes")
-    add_ray(parser, "do all runs")
+    add_ray(parser, "run")
     parser.add_argument(
         "--output",
         type=Path,

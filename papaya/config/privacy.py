@@ -141,7 +141,7 @@ def rho_of_revisions(revisions: Sequence[PrivacyTerms]) -> float:
 
 
 class PrivateEvaluation(Struct, frozen=True, kw_only=True):
-    """Give `share`, of all that a device can spend on the task, or `noise_multiplier`.
+    """Give either `share`, of all that a device can spend on the task, or `noise_multiplier`.
 
     `max_participations`: None means as often as in training.
     """
@@ -183,8 +183,8 @@ class PrivateEvaluation(Struct, frozen=True, kw_only=True):
 
 
 class Privacy(Struct, frozen=True, kw_only=True):
-    """Give `noise_multiplier` or `epsilon`; `epsilon` is that of all participations of a device, in
-    training and evaluations.
+    """Give either `noise_multiplier` or `epsilon`; `epsilon` is that of all participations of a
+    device, in training and evaluations.
 
     `weighting`: "equal" gives all updates the same weight, "capped" weighs them by their examples.
     `evaluation`: None if the task is not evaluated on devices.

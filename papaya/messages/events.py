@@ -340,7 +340,7 @@ class RolloutStepped(ServerEvent, frozen=True):
 
 
 class RolloutEnded(ServerEvent, frozen=True):
-    """All devices have the revision, and nothing speaks against it; or the task was over first."""
+    """A rollout finished, and all devices have the revision; or the task ended first."""
 
     task: TaskId
     run: int
@@ -350,7 +350,7 @@ class RolloutEnded(ServerEvent, frozen=True):
 
 
 class RolloutRolledBack(ServerEvent, frozen=True):
-    """A revision was taken back. `version`: the model continues from it."""
+    """A revision was rolled back. Training continues from the model of `version`."""
 
     level = "warning"
 

@@ -168,7 +168,7 @@ def _context(authority: str | None) -> ssl.SSLContext:
     except (OSError, ssl.SSLError) as error:
         raise OperatorError(
             f"oidc.authority {authority} cannot be used: {error}",
-            hint="use a PEM file with the certificate of the authority that the issuer's has",
+            hint="use a PEM file of the authority that signed the issuer's certificate",
         ) from error
 
 

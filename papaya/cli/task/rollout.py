@@ -69,8 +69,8 @@ def add_to(actions: Commands) -> None:
     )
     _add_plan(parser)
     ends = parser.add_mutually_exclusive_group()
-    ends.add_argument("--finish", action="store_true", help="give it to all devices now")
-    ends.add_argument("--roll-back", action="store_true", help="roll it back now")
+    ends.add_argument("--finish", action="store_true", help="give the revision to all devices now")
+    ends.add_argument("--roll-back", action="store_true", help="roll the revision back now")
     parser.add_argument(
         "--owner",
         type=Path,
@@ -87,7 +87,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--share",
         type=_shares,
         metavar="S[,S]",
-        help="shares of the devices, step by step, such as 0.05,0.3 or 10%%; all devices follow "
+        help="shares of the devices, step by step, such as 0.05,0.3 or 10%%; the last step is all devices "
         "(default: 0.1)",
     )
     parser.add_argument(
@@ -105,7 +105,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         type=_at_least_zero,
         metavar="X",
         help="roll back if the metric is worse than before by more than this; "
-        "needed with --set, because evaluations of few devices are noisy",
+        "required with --set, because evaluations of few devices are noisy",
     )
     parser.add_argument(
         "--evaluations",
@@ -163,7 +163,8 @@ def run(options: TaskRolloutOptions) -> int:
 def _begin(client: AdminClient, options: TaskRolloutOptions) -> int:
     if options.tolerance is None:
         raise OperatorError(
-            f"how much worse may {options.metric} become?", hint="for example --tolerance 0.05"
+            f"--tolerance is missing: how much worse may {options.metric} become?",
+            hint="for example --tolerance 0.05",
         )
     found = signer(options.owner or default_key())
     head, detail = newest_of(client, options.task)

@@ -331,7 +331,7 @@ class TaskDetail(Struct, frozen=True, kw_only=True):
 
 
 class EventView(Struct, frozen=True):
-    """Something that a server told in its log, like a task that moved (docs/logs.md)."""
+    """An event in the log of a server, such as a task that moved (docs/logs.md)."""
 
     at: float
     node: str

@@ -205,7 +205,7 @@ function timeLine(events) {
     h("h2", {}, "Time line"),
     events.length ? table("Placements, failovers and problems at all servers, newest first; up to two seconds late", [{ name: "Time" }, { name: "Event" }, { name: "Details" }],
       events.slice(-MOST_CHANGES).reverse().map((one) => [date(one.at), `${{ warning: "▲ ", error: "✕ " }[one.level] ?? ""}${one.event.replaceAll("_", " ")}`, details(one)]))
-      : h("p", { class: "quiet" }, "No server has told of a placement, a failover or a problem yet."),
+      : h("p", { class: "quiet" }, "There are no placements, failovers or problems yet."),
   ];
 }
 
@@ -300,7 +300,7 @@ function sees(task, config) {
 
 // What devices base their trust in the TSA on, as this server is configured.
 function evidence(found) {
-  if (!found) return h("p", { class: "quiet" }, "This server knows no TSA. Open the dashboard of a server that has one.");
+  if (!found) return h("p", { class: "quiet" }, "This server has no TSA. Open the dashboard of a server that has one.");
   const platform = found.platform === "software" ? "software: INSECURE, it proves nothing" : found.platform.toUpperCase();
   const log = found.origin ? `${found.origin}, ${short(found.size)} records, root ${found.root.slice(0, 16)}…` : "not on this server";
   return facts([["Evidence of the TSA", platform], ["Checkpoint of the public log", log]]);
