@@ -87,8 +87,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--share",
         type=_shares,
         metavar="S[,S]",
-        help="shares of the devices, step by step, such as 0.05,0.3 or 10%%; the last step is all devices "
-        "(default: 0.1)",
+        help="shares of the devices, step by step, such as 0.05,0.3 or 10%%; the last step is "
+        "all devices (default: 0.1)",
     )
     parser.add_argument(
         "--metric",
