@@ -49,15 +49,25 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # Used by several drivers.
     "http": (),
     "clock": (),
+    "progress": ("errors",),
     "credentials": ("errors", "config", "store"),
     # Drivers of the same machines.
     "device": (*GROUND, "client", "learning", "bundle", *SECURITY, "clock", "credentials"),
     "server": (*BELOW_DRIVERS, "bundle", "http", "clock", "credentials"),
     "sim": BELOW_DRIVERS,
-    "study": (*BELOW_DRIVERS, "sim", "device"),
+    "study": (*BELOW_DRIVERS, "sim", "device", "progress"),
     # Tests clients of others: a real server behind a gateway.
     "conformance": (*BELOW_DRIVERS, "server"),
-    "cli": (*BELOW_DRIVERS, *DRIVERS, "bundle", "conformance", "http", "clock", "credentials"),
+    "cli": (
+        *BELOW_DRIVERS,
+        *DRIVERS,
+        "bundle",
+        "conformance",
+        "http",
+        "clock",
+        "progress",
+        "credentials",
+    ),
     "__main__": ("cli",),
 }
 

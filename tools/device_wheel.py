@@ -44,7 +44,12 @@ ROOTS = (
     "papaya.device.fork_server",  # started as a program
 )
 # Imported inside functions that a device without torch does not call.
-LEFT_OUT = ("papaya.learning.task", "papaya.learning.torch", "papaya.sim")
+LEFT_OUT = (
+    "papaya.learning.task",
+    "papaya.learning.torch",
+    "papaya.sim",
+    "papaya.study.notebook",  # `papaya.simulate`, which nobody has on a device
+)
 FORBIDDEN = ("papaya.server", "papaya.http", "papaya.study", "papaya.tsa", "papaya.coordinator")
 REQUIRES = ("aiohttp>=3.11", "cryptography>=44", "dcap-qvl>=0.7", "msgspec>=0.19", "numpy>=2.0")
 TAG = "py3-none-linux_x86_64"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from papaya.errors import OperatorError, PapayaError
-from papaya.study.progress import Progress, plural
+from papaya.progress import Progress, plural
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -35,13 +35,13 @@ from msgspec import structs
 
 from papaya.errors import OperatorError
 from papaya.learning.task import NO_FILE, LoadedTask, Task, load_task, loaded_in_memory
+from papaya.progress import Progress
 from papaya.sim.population import DEFAULT, PopulationConfig
 from papaya.study.data.opening import open_source, parse_partition, save_source
 from papaya.study.data.partition import Partition
 from papaya.study.data.source import Memory, Source
 from papaya.study.data.tables import table_source
 from papaya.study.lab import LabStep
-from papaya.study.progress import Progress
 from papaya.study.run import RunResult
 from papaya.study.simulation import (
     SimulatedRun,

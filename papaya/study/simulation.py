@@ -28,6 +28,7 @@ from papaya.config.checks import require
 from papaya.errors import InvariantError, OperatorError
 from papaya.learning.checkpoint_files import encode_named
 from papaya.learning.parameters import FLOAT32, Manifest, Vector
+from papaya.progress import plural
 from papaya.sim.draws import Floats
 from papaya.sim.jobs import write_whole
 from papaya.sim.population import client_of
@@ -37,7 +38,6 @@ from papaya.study.data.opening import save_source
 from papaya.study.data.source import Memory, Source
 from papaya.study.followed_trace import FollowedTrace, can_follow, follow
 from papaya.study.lab import Recording
-from papaya.study.progress import plural
 from papaya.study.run import (
     RecordingPlan,
     Run,

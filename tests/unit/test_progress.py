@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from papaya.study.progress import NotebookCell, Progress
+from papaya.progress import NotebookCell, Progress
 
 
 class Display:
