@@ -260,14 +260,16 @@ class Supervisor:
         reported = {task: e for task, e in self._endings().items() if task in tasks}
         if not reported:
             return
-        found = await self._state.read(tuple(map(endings_key, reported)))
+        # The rows of tasks may have changed since the pass began: an evaluation was started.
+        keys = (*map(endings_key, reported), *map(task_key, reported))
+        found = await self._state.read(keys)
         change = Transaction()
         for task, (seq, endings) in reported.items():
-            key = endings_key(task)
+            key, row = endings_key(task), found.get(task_key(task))
             old = found.get(key)
             new = (old if isinstance(old, EndingsRow) else EndingsRow()).heard(seq, endings)
-            if new != old and new.total:
-                required = ((task_key(task), tasks[task]), (key, old))
+            if row is not None and new != old and new.total:
+                required = ((task_key(task), row), (key, old))
                 change = Transaction((*change.require, *required), (*change.put, (key, new)))
         if change.put:
             await self._state.transact(change)

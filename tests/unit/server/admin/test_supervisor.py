@@ -622,3 +622,17 @@ def test_endings_are_added_up_over_holders(tmp_path: Path) -> None:
             assert left_of(system, "unknown") == []
 
     asyncio.run(test())
+
+
+def test_endings_are_written_in_the_turn_in_which_an_evaluation_starts(tmp_path: Path) -> None:
+    """Its start changes the row of the task."""
+
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit(PLANNED)
+            system.endings = {"next-word": (1, {"counted": 5})}
+            await system.turn()
+            assert task_row(system, "next-word-eval-0").state == "running"
+            assert (await system.service.task("next-word")).endings == {"counted": 5}
+
+    asyncio.run(test())
