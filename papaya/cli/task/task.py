@@ -49,7 +49,7 @@ from papaya.cli.output import (
 from papaya.cli.task import compile as compiling
 from papaya.cli.task import diff, export, norms, rollout, submit, update, watch
 from papaya.cli.task.export import metric_names, result_of
-from papaya.config import StopRule, TaskConfig
+from papaya.config import Aggregation, Staleness, StopRule, TaskConfig, Weighting
 from papaya.errors import OperatorError, ProtocolError
 from papaya.learning.definition import ADAM_DEFAULTS, ClientSGD
 from papaya.learning.evaluation import with_deviation
@@ -429,9 +429,24 @@ def _of_a_model(detail: TaskDetail) -> dict[str, str]:
         "progress": ", ".join([f"version {task.version:,}", *watch.numbers(detail)]),
         "regime": f"{task.regime}, {clients}, {updates}",
         "model": f"{plural(config.model_length, 'parameter')}, {config.optimizer.kind}",
+        "updates": _combining(config),
         "evaluation": _plan(config),
         "stops": _stops(config.stop),
     }
+
+
+def _combining(config: TaskConfig) -> str:
+    """How updates are uploaded and combined, unless it is the default."""
+    words = []
+    if config.upload_bits < 32:
+        words.append(f"uploaded in {config.upload_bits} bits")
+    if config.aggregation != Aggregation():
+        words.append(f"combined by {config.aggregation.kind}")
+    if config.weighting != Weighting():
+        words.append(f"{config.weighting.kind} weights")
+    if config.staleness != Staleness():
+        words.append(f"{config.staleness.kind} damping")
+    return ", ".join(words)
 
 
 def _sees(config: TaskConfig) -> str:

@@ -22,7 +22,16 @@ from papaya.cli.admin_client import (
 from papaya.cli.output import print_data
 from papaya.cli.task import watch
 from papaya.cli.task.settings import GivenSettings, changed, changed_client
-from papaya.config import AsyncFL, EvaluationPlan, StopRule, SyncFL, TaskConfig
+from papaya.config import (
+    Aggregation,
+    AsyncFL,
+    EvaluationPlan,
+    Requirements,
+    StopRule,
+    SyncFL,
+    TaskConfig,
+    Weighting,
+)
 from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.schedules import CosineDecay
@@ -428,6 +437,24 @@ def test_a_rate_is_of_versions_that_clients_made_and_of_some_seconds() -> None:
     assert watch.versions_per_minute(made[:3], over_s=0.0) == 30.0
     assert watch.versions_per_minute(made[:1], over_s=0.0) is None
     assert watch.versions_per_minute([]) is None
+
+
+def test_show_tells_how_updates_are_combined_unless_it_is_the_default(
+    server: AdminServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(server, "task", "show", "next-word") == 0
+    assert "updates      " not in capsys.readouterr().out
+    other = structs.replace(
+        TASK,
+        task="second",
+        aggregation=Aggregation("median"),
+        weighting=Weighting("equal"),
+        requirements=Requirements(upload_bits=8),
+    )
+    server.call(server.system.submit(other))
+    assert run(server, "task", "show", "second") == 0
+    shown = "updates      uploaded in 8 bits, combined by median, equal weights\n"
+    assert shown in capsys.readouterr().out
 
 
 def test_show_tells_why_participations_gave_no_update(
