@@ -326,8 +326,10 @@ def test_a_failover_before_the_last_restart_is_on_the_time_line(
     site.server.kill()
     site.server.start()
     site.sign_in()
-    expect(site.page.get_by_text("leadership gained").nth(1)).to_be_visible(timeout=_STEP_MS)
-    rows = [row.inner_text().split("\t") for row in site.page.get_by_role("row").all()]
+    for text, number in (("leadership gained", 1), ("aggregator, boot 2", 0)):
+        expect(site.page.get_by_text(text).nth(number)).to_be_visible(timeout=_STEP_MS)
+    # In one call: rows move down while new ones are added.
+    rows = [text.split("\t") for text in site.page.get_by_role("row").all_inner_texts()]
     told = [
         (event.lstrip("▲✕ "), details) for _, event, details in (r for r in rows if len(r) == 3)
     ]

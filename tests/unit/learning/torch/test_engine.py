@@ -159,8 +159,9 @@ def ways_to_train(draw: st.DrawFn) -> ClientSGD:
 @given(client=ways_to_train(), seed=st.integers(0, 2**32))
 def test_it_trains_bit_by_bit_as_torch_optim_does(client: ClientSGD, seed: int) -> None:
     initial = a_model()
-    expected = trained_by_torch(initial, client, seed=seed) - initial
-    if not np.isfinite(expected).all():
+    try:
+        expected = trained_by_torch(initial, client, seed=seed) - initial
+    except OperatorError:  # it has diverged
         with pytest.raises(Diverged):
             an_engine(client=client).train(initial, EXAMPLES, seed=seed)
         return
