@@ -539,6 +539,11 @@ class HeldTask:
         return last.is_full and not last.is_lost
 
     @property
+    def _no_room(self) -> Aborted:
+        """For a client that finds no slot: none comes free while the last version is made."""
+        return Aborted("task_over" if self.has_all_updates else "full")
+
+    @property
     def room(self) -> int:
         """Free slots that are not kept for a lease: an adopted client may take one."""
         return self.config_demand - self.promises.count - self.promises.inherited
@@ -724,7 +729,7 @@ class HeldTask:
         is_leased = self.promises.inherits(ticket.session)
         free = self.config_demand if is_leased else self.room
         if free + (earlier is not None) < 1:
-            raise SessionEnded(Aborted("task_over" if self.is_over else "full"))
+            raise SessionEnded(self._no_room)
         session = Session(ticket, sealed, now)
         self._add(session, earlier, is_leased=is_leased)
         return session
@@ -794,7 +799,7 @@ class HeldTask:
             raise SessionEnded(_REPLACED)
         free = self.config_demand if is_leased else self.room
         if free + (earlier is not None) < 1:
-            raise SessionEnded(Aborted("full"))
+            raise SessionEnded(self._no_room)
         newest, pinned = self.ledger.newest, self.config.evaluates
         ticket = SessionTicket(
             self.task,

@@ -37,7 +37,7 @@ def test_no_client_is_wanted_once_the_last_version_has_all_its_updates() -> None
 
     assert len(node.reports) == told + 1, "at once: until then clients are assigned"
     assert node.last_report().demand == 0
-    assert world.phone(node).join() == Aborted("full")
+    assert world.phone(node).join() == Aborted("task_over")
     world.pass_s(SERVER.min_report_interval_s)
     assert len(node.reports) == told + 1, "and once"
 
