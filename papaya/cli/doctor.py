@@ -165,6 +165,9 @@ def examine(options: DoctorOptions) -> Iterator[Diagnosis]:
         except OSError as error:
             reason = f"cannot read {error.filename}: {error.strerror}"
             yield Diagnosis("files", "problem", reason, "run as the user who runs the server")
+        except ValueError as error:  # such as bytes in a text file
+            hint = "restore the data folder from a backup"
+            yield Diagnosis(subject, "problem", f"a file is damaged: {error}", hint)
 
 
 def _lines(findings: list[Diagnosis]) -> Iterator[str]:
@@ -409,7 +412,7 @@ def _verified(deployment: Deployment, where: str, policy: DevicePolicy) -> Verif
     if deployment.tsa_platform == "software":
         collateral = SoftwarePlatform(measure()).collateral(now)
         if (own := data / "log.leaf").exists():
-            leaf = int(own.read_text(encoding="ascii").split()[1])
+            leaf = _own_leaf(own)
     else:
         collateral = Path(deployment.tsa_collateral or "").read_bytes()
     return verify_evidence(
@@ -421,6 +424,17 @@ def _verified(deployment: Deployment, where: str, policy: DevicePolicy) -> Verif
         reader=LogReader(LogFolder(_log_folder(deployment)).fetch, policy.log_policy()),
         now=now,
     )
+
+
+def _own_leaf(path: Path) -> int:
+    """The number of the record that the server has appended for its own TSA."""
+    try:
+        _, number = path.read_bytes().split()
+        return int(number)
+    except ValueError as error:
+        raise OperatorError(
+            f"{path} is damaged", hint="delete it: a restarted server writes it again"
+        ) from error
 
 
 def _log_folder(deployment: Deployment) -> Path:

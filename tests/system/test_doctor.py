@@ -193,6 +193,11 @@ def test_the_tsa_and_the_log_are_checked_as_devices_do(tmp_path: Path) -> None:
         entries = installation.data / "log" / "tile" / "entries" / "000.p" / "1"
         entries.write_bytes(entries.read_bytes().replace(b"measure", b"mislead"))
         assert [line.split(":")[0] for line in diagnosed()] == ["problem", "problem"]
+
+        (installation.data / "log.leaf").write_bytes(b"\xff")
+        assert "log.leaf is damaged" in diagnosed()[0]
+        (installation.data / "log.key.pub").write_bytes(b"\xff")
+        assert ["a file is damaged" in line for line in diagnosed()] == [True, True]
         assert server.stop() == 0  # with its TSA
 
 
