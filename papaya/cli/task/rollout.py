@@ -24,7 +24,16 @@ from papaya.cli.admin_client import (
     client_for,
     task_path,
 )
-from papaya.cli.output import Commands, bind, note, positive, print_data, print_json, whole
+from papaya.cli.output import (
+    Commands,
+    bind,
+    not_negative,
+    note,
+    positive,
+    print_data,
+    print_json,
+    whole,
+)
 from papaya.cli.task.signing import default_key, own_manifest, signer
 from papaya.cli.task.update import newest_of, next_revision, note_consequences
 from papaya.config.metrics import PERPLEXITY
@@ -102,7 +111,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tolerance",
-        type=_at_least_zero,
+        type=not_negative,
         metavar="X",
         help="roll back if the metric is worse than before by more than this; "
         "required with --set, because evaluations of few devices are noisy",
@@ -121,7 +130,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--failures",
-        type=_at_least_zero,
+        type=not_negative,
         metavar="S",
         help="roll back if the share of participations that fail is higher than under the other "
         "settings by more than this",
@@ -145,10 +154,6 @@ def _shares(text: str) -> tuple[float, ...]:
     if any(not 0 < share <= 1 for share in found):
         raise argparse.ArgumentTypeError(f"{text}: a share is above 0 and at most 1, or 100%")
     return tuple(found) if found[-1] == 1 else (*found, 1.0)
-
-
-def _at_least_zero(text: str) -> float:
-    return 0.0 if text in ("0", "0.0") else positive(text)
 
 
 def run(options: TaskRolloutOptions) -> int:

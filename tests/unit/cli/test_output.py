@@ -19,7 +19,9 @@ from papaya.cli.output import (
     add_format,
     bind,
     make_folder,
+    not_negative,
     plural,
+    positive,
     table,
     whole,
     writing,
@@ -146,6 +148,20 @@ def test_whole_numbers_are_exact(number: int) -> None:
 
 def test_whole_numbers_may_be_written_short() -> None:
     assert (whole(0)("1e8"), whole(0)("10_000")) == (100_000_000, 10_000)
+
+
+@pytest.mark.parametrize("text", ["0", "0.0", "0.00", "0e0", "0.25"])
+def test_zero_may_be_written_in_any_way(text: str) -> None:
+    assert not_negative(text) == float(text)
+
+
+@pytest.mark.parametrize("text", ["", "x", "nan", "inf", "-0.1"])
+def test_numbers_are_finite_and_not_negative(text: str) -> None:
+    for kind in (not_negative, positive):
+        with pytest.raises(argparse.ArgumentTypeError):
+            kind(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="not a positive number"):
+        positive("0.00")
 
 
 @pytest.mark.parametrize("text", ["", "1.5", "1e-3", "nan", "inf", "-1", "--1", "²", "x"])
