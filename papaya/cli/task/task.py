@@ -306,7 +306,7 @@ def run_show(options: TaskShowOptions) -> int:
     print_data("\n\n".join(["\n".join(_facts(detail, training)), *tables]))
     if next(iter(without_update(detail.endings)), "").startswith("left_"):
         note(_LEFT_HINT)
-    for warning in filter(None, (*detail.warnings, lease_warning(detail.task, time.time()))):
+    if warning := lease_warning(detail.task, time.time()):
         note(options.repeated(f"warning: {warning}"))
     return 0
 

@@ -105,8 +105,10 @@ def note_consequences(
     client: AdminClient, owner: str, config: TaskConfig, detail: TaskDetail
 ) -> None:
     """What the owner should know before a revision with these settings."""
+    known = detail.config.warnings()
     for warning in config.warnings():
-        note(f"warning: {warning}")
+        if warning not in known:
+            note(f"warning: {warning}")
     if config.privacy is not None:
         for line in privacy_in_words(config, earlier_terms(client, detail.task.name, owner)):
             note(line)

@@ -183,8 +183,10 @@ def test_settings_of_the_client_are_signed_and_shown(
 
     capsys.readouterr()
     assert run(server, "task", "show", "tiny") == 0
-    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("client"))
+    out, err = capsys.readouterr()
+    line = next(x for x in out.splitlines() if x.startswith("client"))
     assert "SGD, rate 0.05, 2 epochs, batches of" in line
+    assert "participation_gap_s" not in err, "its owner was warned at submission"
 
     assert run(server, "task", "diff", task_file, *settings) == 0
     out, err = capsys.readouterr()
@@ -198,7 +200,9 @@ def test_settings_of_the_client_are_signed_and_shown(
     assert 'client.optimizer: nothing → "adam"' in shown
     assert 'client.schedule.type: nothing → "cosine"' in shown
     update = ("--owner", key, *adam, "--set", "client.proximal=0.1")
-    assert run(server, "task", "update", "tiny", *update) == 0
+    assert run(server, "task", "update", "tiny", *update, "--set", "durability=step") == 0
+    [warning] = [x for x in capsys.readouterr().err.splitlines() if "warning" in x]
+    assert "durability = 'step'" in warning, "no warning about settings that stay as they are"
     assert run(server, "task", "show", "tiny") == 0
     shown = capsys.readouterr().out.splitlines()
     line = next(each for each in shown if each.startswith("client"))
