@@ -44,6 +44,7 @@ class TlsTransport(asyncio.Transport):
         "_tls",
         "_unsent",
         "_will_read",
+        "_write_error",
     )
 
     def __init__(self, tls: SSLSocket, protocol: asyncio.BufferedProtocol) -> None:
@@ -59,6 +60,7 @@ class TlsTransport(asyncio.Transport):
         self._has_reader = False  # the loop watches for bytes
         self._has_writer = False  # the loop watches for room
         self._will_read = False  # the loop will call `_read_again`
+        self._write_error: Exception | None = None  # why nothing more can be sent
         self._is_closing = False
         self._is_closed = False
         protocol.connection_made(self)
@@ -111,6 +113,8 @@ class TlsTransport(asyncio.Transport):
                 raise
             left -= taken
             if is_empty:
+                if self._write_error is not None:
+                    self._end(self._write_error)
                 return
             if error is not None or not taken:
                 self._ended(error)
@@ -154,15 +158,19 @@ class TlsTransport(asyncio.Transport):
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """`data` may be changed when this returns."""
-        if self._is_closing or not data:
+        if not data or not self._can_send:
             return
         sent = 0 if self._unsent else self._send(memoryview(data))
-        if sent < len(data) and not self._is_closing:
+        if sent < len(data) and self._can_send:
             self._unsent += memoryview(data)[sent:]
             self._watch_writes()
             if len(self._unsent) > self._high and not self._is_full:
                 self._is_full = True
                 self._protocol.pause_writing()
+
+    @property
+    def _can_send(self) -> bool:
+        return not self._is_closing and self._write_error is None
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         self._high = _HIGH_BYTES if high is None else high
@@ -209,8 +217,17 @@ class TlsTransport(asyncio.Transport):
         except (SSLWantReadError, SSLWantWriteError):
             pass
         except (OSError, ValueError) as error:
-            self._end(error)
+            self._stop_sending(error.with_traceback(None))
         return sent
+
+    def _stop_sending(self, error: Exception) -> None:
+        """The peer may have answered before it closed, so read until there is nothing more."""
+        if self._is_closing or self._is_paused:
+            self._end(error)
+        elif self._write_error is None:
+            self._write_error = error
+            self._unsent = bytearray()
+            self._read_soon()
 
     # --- Closing --------------------------------------------------------------------------------
 

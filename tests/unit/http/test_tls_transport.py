@@ -66,9 +66,19 @@ class Recorder(asyncio.BufferedProtocol):
             await self.news.wait()
 
 
-async def a_pair(contexts: Contexts, recorder: Recorder) -> ssl.SSLSocket:
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        ours = socket.create_connection(listening.getsockname())
+        return ours, listening.accept()[0]
+
+
+async def a_pair(
+    contexts: Contexts,
+    recorder: Recorder,
+    connect: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair,
+) -> ssl.SSLSocket:
     """The peer's end, which blocks: use it in a thread."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = connect()
     make = lambda: contexts[1].wrap_socket(theirs, server_hostname="127.0.0.1")  # noqa: E731
     peer, _ = await asyncio.gather(
         asyncio.to_thread(make), start_tls(ours, contexts[0], lambda: recorder, timeout_s=20)
@@ -171,6 +181,34 @@ def test_the_end_is_reported_once(loop: str, how: str, contexts: Contexts) -> No
         peer.close()
 
     run(main(), loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_an_answer_is_not_lost_if_the_peer_closes_while_we_still_write(
+    loop: str, version: ssl.TLSVersion, contexts: Contexts
+) -> None:
+    """The peer leaves bytes unread, so its kernel resets the connection."""
+
+    async def main() -> None:
+        recorder = Recorder()
+        contexts[1].maximum_version = version
+        peer = await a_pair(contexts, recorder, tcp_pair)
+        recorder.transport.write(b"the first part of a body")
+        # The loop does not run between the answer and the failing writes.
+        peer.sendall(b"early answer")
+        socket.socket(fileno=peer.detach()).close()
+        for _ in range(10):
+            recorder.transport.write(b"the rest of it")
+        assert recorder.transport.get_write_buffer_size() == 0
+        await recorder.until(lambda: bool(recorder.ends))
+        assert recorder.got == b"early answer"
+        peer.close()
+
+    try:
+        run(main(), loop)
+    finally:
+        contexts[1].maximum_version = ssl.TLSVersion.MAXIMUM_SUPPORTED
 
 
 @pytest.mark.parametrize("loop", LOOPS)
