@@ -152,7 +152,7 @@ class Acceptor:
             admission = Admission(self, (peer[0], peer[1]), is_refused)
             task = self._loop.create_task(self._open(connection, admission))
             self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            task.add_done_callback(partial(self._opened, connection, admission))
 
     def _warn(self, limit: str, host: str) -> None:
         """At most once a minute for each limit."""
@@ -185,6 +185,14 @@ class Acceptor:
                 host,
                 getattr(error, "verify_message", "") or error.reason or error,
             )
+
+    def _opened(
+        self, connection: socket.socket, admission: Admission, task: asyncio.Task[None]
+    ) -> None:
+        self._opening.discard(task)
+        if task.cancelled():  # perhaps before it began: then `_open` has released nothing
+            connection.close()
+            admission.release()
 
     async def _open(self, connection: socket.socket, admission: Admission) -> None:
         try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import cast
 
 import pytest
 
 from papaya.http.server_connection import ServerConnection
-from tests.unit.http.loopback import IMPATIENT, a_service, run
+from tests.unit.http.loopback import IMPATIENT, LOOPS, a_server, a_service, run
 
 
 def test_a_connection_that_cannot_be_swept_leaves_the_others_their_sweep(
@@ -41,3 +42,20 @@ def test_a_connection_that_cannot_be_swept_leaves_the_others_their_sweep(
 
     run(main())
     assert "cannot check the timeouts" in caplog.text
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_connection_that_was_just_accepted_is_closed_with_the_listener(loop: str) -> None:
+    """Its task is cancelled before it has begun."""
+
+    async def main() -> None:
+        async with a_server([]) as listening:
+            with socket.create_connection(("127.0.0.1", listening.port), timeout=20) as client:
+                acceptor = listening._acceptor
+                acceptor._accept(acceptor._sockets[0])
+                assert listening.connections == 1
+                listening.close()
+                assert await asyncio.to_thread(client.recv, 1) == b""
+                assert listening.connections == 0
+
+    run(main(), loop)
