@@ -49,6 +49,8 @@ def server_context(deployment: Deployment) -> ssl.SSLContext | None:
     own = _OwnFiles("tls", deployment.tls_certificate, deployment.tls_key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # In TLS 1.2 a peer could make us repeat the expensive part of the handshake.
+    context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(_PROTOCOLS)
     own.load(context)
     own.check_dates()

@@ -73,6 +73,13 @@ def test_without_options_there_is_no_tls() -> None:
     assert between_servers(Deployment()) is None
 
 
+def test_a_peer_cannot_ask_for_another_handshake(folder: Path) -> None:
+    """In TLS 1.2 it could, again and again, on one connection."""
+    context = server_context(deployment(folder, "one.pem", "one.key", None))
+    assert context is not None
+    assert context.options & ssl.OP_NO_RENEGOTIATION
+
+
 def test_servers_of_one_installation_trust_each_other(folder: Path) -> None:
     configured = deployment(folder, "one.pem", "one.key", "one.pem")
     server, client = server_context(configured), between_servers(configured)
