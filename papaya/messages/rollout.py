@@ -187,7 +187,7 @@ def judge(
     later = [value for version, value in values if version > enough_at(rollout)]
     if len(later) >= plan.evaluations:
         return RolloutVerdict("go_on", f"{plan.metric} {later[-1]:.4g}")
-    if now >= rollout.since + 3600 * plan.hours:
+    if now >= rollout.since + rollout.paused_s + 3600 * plan.hours:
         missing = f"{counted} of {plan.updates} updates"
         missing += f", then {len(later)} of {plan.evaluations} evaluations"
         return RolloutVerdict("roll_back", f"a step took {plan.hours:g} h: {missing}")
@@ -211,6 +211,22 @@ def note_updates(
     return noted, _with_row(rows.task, rollout, noted, require)
 
 
+def note_pause(
+    row: TaskRow, rollout: RolloutRow, now: float
+) -> tuple[RolloutRow, Transaction] | None:
+    """Note when the task was paused or resumed: the hours of a step do not run meanwhile."""
+    is_paused = row.state == "paused"
+    if is_paused == bool(rollout.paused_at):
+        return None
+    if is_paused:
+        noted = structs.replace(rollout, paused_at=now)
+    else:
+        paused_s = rollout.paused_s + max(0.0, now - rollout.paused_at)
+        noted = structs.replace(rollout, paused_at=0.0, paused_s=paused_s)
+    task = row.config.task
+    return noted, _with_row(task, rollout, noted, Transaction(require=((task_key(task), row),)))
+
+
 def failing(counted: int, failed: int) -> float:
     """The share of participations that fail."""
     return failed / (counted + failed) if failed else 0.0
@@ -227,7 +243,7 @@ def begin(
     evaluations: Iterable[TaskRow],
 ) -> Transaction:
     """Start the first step. `before`: the row of an earlier rollout. `signed`: the number of the
-    fallback. The baseline version is marked, because a rollback needs it.
+    fallback. The baseline version is marked until the end, because a rollback needs it.
     """
     if before is not None and before.state == "running":
         raise OperatorError(
@@ -239,7 +255,7 @@ def begin(
     task, version = put[task_key(rows.task)], rows.version(rollout.baseline_version)
     assert isinstance(task, TaskRow)
     put[task_key(rows.task)] = structs.replace(task, signed=signed)
-    put[rollout_key(rows.task)] = rollout
+    put[rollout_key(rows.task)] = structs.replace(rollout, marks_baseline=not version.marked)
     marked = version_key(rows.task, version.version)
     put[marked] = structs.replace(version, marked=True)
     require = (*change.require, (rollout_key(rows.task), before), (marked, version))
@@ -264,6 +280,7 @@ def go_on(
         from_version=rows.newest.version,
         counts=counts,
         updated_at=None,
+        paused_s=0.0,
         why=why,
     )
     change = _step(rows, following, evaluations, now)
@@ -279,6 +296,7 @@ def finish(
     if rollout.share < 1:
         change = _step(rows, last, evaluations, now)
     ended = _ended(last, "finished", now, why)
+    change = _baseline_released(rows, rollout, change)
     return ended, _with_row(rows.task, rollout, ended, change)
 
 
@@ -314,6 +332,7 @@ def roll_back(
             delete=restored.delete,
         )
     ended = _ended(rollout, "rolled_back", now, why)
+    change = _baseline_released(rows, rollout, change)
     return ended, _with_row(rows.task, rollout, ended, change)
 
 
@@ -348,6 +367,19 @@ def _step(
     key = task_key(rows.task)
     changed = structs.replace(rows.row, candidate=candidate)
     return Transaction(require=((key, rows.row),), put=((key, changed),))
+
+
+def _baseline_released(rows: TaskRows, rollout: RolloutRow, change: Transaction) -> Transaction:
+    """Allow the baseline version to be deleted by age again, if only the rollout has marked it."""
+    version = rows.versions.get(rollout.baseline_version)
+    if version is None or not rollout.marks_baseline or version.restarts:
+        return change
+    released = owner.mark(rows.task, version, marked=False)
+    return Transaction(
+        require=tuple((dict(change.require) | dict(released.require)).items()),
+        put=(*change.put, *released.put),
+        delete=change.delete,
+    )
 
 
 def _with_row(

@@ -320,9 +320,12 @@ class RolloutRow(Row, frozen=True):
     settings from before and a higher number than the candidate, because devices refuse a lower one.
     It is stored as the head of a bundle.
     `step`: of the plan's shares. `since`, `from_version` and `counts`: when the step began.
+    `paused_at`: since when the task is paused; 0 if it is not. `paused_s`: for how long it was
+    paused in this step before that.
     `updated_at`: the newest version when the step had its updates; None while it has not.
-    `baseline`: the metric at `baseline_version`, which a rollback restores. `failing`: the share of
-    participations that failed before.
+    `baseline`: the metric at `baseline_version`, which a rollback restores. `marks_baseline`: that
+    version was marked for the rollout only. `failing`: the share of participations that failed
+    before.
     `state` is `ended` if the task was over first.
     """
 
@@ -344,6 +347,9 @@ class RolloutRow(Row, frozen=True):
     state: RolloutState = "running"
     why: str = ""
     ended: float = 0.0
+    paused_at: float = 0.0
+    paused_s: float = 0.0
+    marks_baseline: bool = False
 
     @property
     def share(self) -> float:

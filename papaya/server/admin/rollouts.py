@@ -143,6 +143,10 @@ async def judge(service: AdminService, row: TaskRow, rollout: RolloutRow) -> Non
         if await service.state.transact(change) == "committed":
             log(_ended(row, ended))
         return
+    paused = rule.note_pause(row, rollout, service.now())
+    if paused is not None:
+        await service.state.transact(paused[1])
+        return
     if row.state != "running":
         return
     counts = await _counts(service, task)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from msgspec import structs
@@ -40,7 +40,7 @@ from papaya.messages.storage import (
 from papaya.server.admin import bundles, rollouts
 from papaya.server.admin.accounts import ADMIN
 from papaya.server.admin.problems import Conflict, NotFound
-from papaya.server.admin.views import BeginRollout, EndRollout, Revision, RolloutView
+from papaya.server.admin.views import BeginRollout, EndRollout, Mark, Revision, RolloutView
 from tests.unit.server.admin.builders import BY, System
 from tests.unit.server.admin.test_bundles import head_of, run, settings, signed_manifest, submit
 
@@ -245,6 +245,46 @@ def test_a_person_ends_it(tmp_path: Path) -> None:
         await rollouts.end(service, own.task, EndRollout("roll_back", "too slow"), BY)
         assert (await own.view()).why == "too slow"
         assert own.row().revision == 3
+
+    rolling(tmp_path, test)
+
+
+@pytest.mark.parametrize("was_marked", [False, True])
+@pytest.mark.parametrize("action", ["finish", "roll_back"])
+def test_the_baseline_version_is_kept_until_the_end(
+    tmp_path: Path, action: Literal["finish", "roll_back"], was_marked: bool
+) -> None:
+    async def test(own: Rolling) -> None:
+        service = own.system.service
+        if was_marked:
+            await service.mark(own.task, Mark(1), BY)
+        await own.begin()
+        assert (await service.rows(own.task)).version(1).marked
+        await rollouts.end(service, own.task, EndRollout(action), BY)
+        found = await service.rows(own.task)
+        assert found.version(1).marked == was_marked, "only if its owner wants it"
+        assert found.newest.marked == (action == "roll_back" or was_marked)
+
+    rolling(tmp_path, test)
+
+
+def test_the_hours_of_a_step_do_not_run_while_the_task_is_paused(tmp_path: Path) -> None:
+    async def test(own: Rolling) -> None:
+        hour, service = 3600.0, own.system.service
+        await own.begin()
+        for _ in range(2):
+            await service.set_state(own.task, "paused", BY)
+            await own.turn()
+            own.system.time += 2 * PLAN.hours * hour
+            await own.turn()
+            await service.set_state(own.task, "running", BY)
+            await own.turn()
+            own.system.time += (PLAN.hours / 2 - 1) * hour
+            await own.turn()
+            assert (await own.view()).state == "running"
+        own.system.time += 2 * hour
+        await own.turn()
+        assert (await own.view()).why.startswith("a step took 24 h")
 
     rolling(tmp_path, test)
 
