@@ -185,6 +185,7 @@ def run(options: TaskSubmitOptions) -> int:
                 f"signed by owner {found.owner}: devices train this task if they have pinned this "
                 f"owner and allow collection {collection} and engine {config.requirements.engine}"
             )
+            note(f"id of this run in lists, logs and metrics: {view.task}")
         clients, name = plural(config.concurrency, "client"), view.name or view.task
         print_data(f"{name} is {view.state}: {clients} at a time")
         note(options.repeated(f"\nto watch it: papaya task watch {name}"))

@@ -21,6 +21,7 @@ from papaya.bundle.manifest import TaskManifest
 from papaya.cli.admin_client import TOKEN_VARIABLE
 from papaya.cli.owner import create_key
 from papaya.cli.task.settings import changed
+from papaya.cli.task.signing import run_of
 from papaya.cli.task.submit import refusals
 from papaya.config import (
     AsyncFL,
@@ -177,6 +178,9 @@ def test_settings_of_the_client_are_signed_and_shown(
     assert run(server, "task", "submit", task_file, *submit) == 0
     head = server.call(bundles.newest(server.system.service, "tiny")).bundle
     manifest = TaskManifest.verify(BundleHead.decode(head).manifest)
+    assert (
+        f"id of this run in lists, logs and metrics: {run_of(manifest)}" in capsys.readouterr().err
+    )
     assert manifest.client == ClientSGD(rate=0.05, epochs=2)
     config = server.call(server.system.service.task("tiny")).config
     assert (config.concurrency, config.max_examples) == (9, manifest.client.max_examples)
