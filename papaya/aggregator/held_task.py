@@ -14,25 +14,25 @@ holder and is adopted if there is room. A session that has ended gets the same f
 The pipeline (`pipeline.py`) makes updates durable. If the fence row no longer names this holder, it
 stops. If the outcome of a write is unknown, it reads the rows again.
 
-Revisions (docs/adr/0045): a client continues under the signed manifest that it joined under. An
-update of a secure task can be added only to updates under the same manifest, so a buffer is given
-up if too few clients are left to fill it.
+Revisions (`revisions.py`): a client continues under the signed manifest that it joined under.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from hmac import compare_digest
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from papaya.aggregator import regime
+from papaya.aggregator.leases import Confirmations, Promises
 from papaya.aggregator.ledger import Ledger
-from papaya.aggregator.offers import Offers
+from papaya.aggregator.offers import Offers, Stocks
 from papaya.aggregator.pipeline import Pipeline
+from papaya.aggregator.revisions import Revisions
 from papaya.aggregator.sessions import (
     Session,
     Sessions,
@@ -40,6 +40,7 @@ from papaya.aggregator.sessions import (
     session_life_s,
     ticket_life_s,
 )
+from papaya.aggregator.task_events import TaskEvents
 from papaya.aggregator.upload import (
     Claim,
     Upload,
@@ -55,7 +56,6 @@ from papaya.aggregator.work import (
     DeleteBlobs,
     Drop,
     Folded,
-    Forget,
     Keep,
     Lost,
     Offered,
@@ -70,15 +70,7 @@ from papaya.learning.weighting import counted_examples
 from papaya.machine import Effects, Handle, Read, Reply
 from papaya.messages.base import Message, SessionId, TaskId
 from papaya.messages.control import TaskReport
-from papaya.messages.events import (
-    BufferDropped,
-    ServerEvent,
-    TaskHalted,
-    TaskLeft,
-    TaskResumed,
-    TaskTaken,
-    VersionPublished,
-)
+from papaya.messages.events import ServerEvent
 from papaya.messages.participation import (
     Aborted,
     AbortReason,
@@ -134,92 +126,6 @@ class TaskPhase(Enum):
     STOPPED = "the task is held by another aggregator"
 
 
-class Promises:
-    """An upper bound on the leases that the Coordinator may hold for one task.
-
-    The paper counts clients "assigned to a task, but [...] not yet confirmed". Any demand that was
-    reported may have been leased, and leases made under an earlier holder may still arrive. Slots
-    are kept free for both: an adopted client only gets a slot that is not promised, so active +
-    promised + inherited never exceeds C.
-    """
-
-    def __init__(self, seq: int, epoch: int, leases: Iterable[SessionId]) -> None:
-        self._seq = seq
-        self._epoch = epoch
-        # Leases under an earlier holder that have not come. Some may have joined there, unreported.
-        self._inherited = dict.fromkeys(leases)
-        # Demand that was reported and not taken yet.
-        self.count = 0
-
-    @property
-    def inherited(self) -> int:
-        return len(self._inherited)
-
-    def offer(self, demand: int) -> None:
-        """This demand is being reported, so it may be leased from now on."""
-        self.count = max(self.count, demand)
-
-    def inherits(self, session: SessionId) -> bool:
-        """Is a slot kept for this session because its lease was made under an earlier holder?"""
-        return session in self._inherited
-
-    def begin_epoch(self, epoch: int) -> None:
-        """A new leader does not know the earlier leases, so it may lease again all demand that is
-        reported from now on. Earlier assignments therefore lose their claim to a slot.
-        """
-        self._epoch = epoch
-        self.count = 0
-
-    def cover(self, assignment: AssignmentTicket) -> bool:
-        """Is a slot kept for this assignment?
-
-        An assignment under an earlier holder is covered only if the Coordinator listed its lease:
-        otherwise it may already have been used at that holder.
-        """
-        is_older = 0 < assignment.epoch < self._epoch
-        is_own = assignment.seq == self._seq and not is_older
-        return is_own or self.inherits(assignment.session)
-
-    def keep(self, session: SessionId) -> None:
-        """The session has come and takes the slot that was kept for it."""
-        if session in self._inherited:
-            del self._inherited[session]
-        else:
-            self.count = max(0, self.count - 1)
-
-    def forget_inherited(self) -> None:
-        """By now all of them have ended: none is longer than a window of adoption."""
-        self._inherited.clear()
-
-
-class Confirmations:
-    """Joins that the Coordinator has not acknowledged yet; each confirms one of its leases.
-
-    Every report repeats them until one that named them is acknowledged. So each session is kept
-    with the number of the report that first named it: a report sent while the task was loading
-    named nothing, and its acknowledgement confirms nothing.
-    """
-
-    def __init__(self) -> None:
-        self._first_named: dict[SessionId, int | None] = {}
-
-    def add(self, session: SessionId) -> None:
-        self._first_named[session] = None
-
-    def name_in(self, report: int) -> tuple[SessionId, ...]:
-        for session, first_named in self._first_named.items():
-            if first_named is None:
-                self._first_named[session] = report
-        return tuple(self._first_named)
-
-    def acknowledge(self, report: int) -> None:
-        self._first_named = {
-            session: first_named
-            for session, first_named in self._first_named.items()
-            if first_named is None or first_named > report
-        }
-
-
 class SessionEnded(Exception):
     """Not an error: the session is over or cannot start, and `answer` tells the client so."""
 
@@ -256,14 +162,10 @@ class HeldTask:
         self.sessions = Sessions(server.dead_after_s)
         # Buffers, records and versions. Set by the first load; nothing is served before.
         self.pipeline: Pipeline
-        # Offers of the TSA in stock; None unless the task is secure. Offers for clients
-        # of earlier manifests are requested when such a client reports.
-        self.offers: Offers | None = None
-        self._earlier_offers: dict[bytes, Offers] = {}
-        # Earlier manifests whose clients may continue; of a secure task, the ones that the TSA
-        # knows. Each has the time at which the last of its tickets expires.
-        self._served: dict[bytes, float] = {}
-        self._to_forget: dict[bytes, float] = {}
+        # Under which manifests clients may take part. Set by each load.
+        self.revisions: Revisions
+        # Offers of the TSA; None unless the task is secure.
+        self.offers: Stocks | None = None
         # Slots that leased clients may be coming for.
         self.promises = Promises(fence.seq, epoch, leases)
         # Joins that the Coordinator still has to hear of.
@@ -293,11 +195,7 @@ class HeldTask:
         # What uploads needed that were turned away since the last heartbeat. Part of the load.
         self.turned_away_bytes = 0
 
-        # The newest version that the operator was told of, and why steps on their way to the state
-        # store drop their buffers, by version.
-        self._told_version = 0
-        self._drops: dict[int, str] = {}
-        self._events = events
+        self._events = TaskEvents(task, fence.seq, events)
         self._server = server
         self._keyring = keyring
         # Memory for uploads, and tokens for storage requests: shared by all tasks held here.
@@ -348,13 +246,12 @@ class HeldTask:
             return self._halt(problem)
         garbage = self.ledger.replaced_by(ledger) if self.has_served else ()
         self.pipeline = Pipeline(ledger, self._tokens)
-        self._tell_versions()
+        self._events.versions(ledger, has_served=self.has_served)
         if ledger.config.secure_aggregation is not None:
-            self.offers = self.offers or Offers(ledger.config, self.fence.seq)
-            for stock in (self.offers, *self._earlier_offers.values()):
-                stock.on_loaded(self.pipeline)
+            self.offers = self.offers or Stocks(ledger.config, self.fence.seq)
+            self.offers.on_loaded(self.pipeline)
         self._overflow.clear()
-        self._serve_earlier()
+        self.revisions = Revisions(self.pipeline, self._server)
         effects = [*self._settle_sessions(), *self._end_revoked()]
         self._keep_places()
         deleted: Effects = [DeleteBlobs(garbage)] if garbage else []
@@ -390,8 +287,11 @@ class HeldTask:
 
     def on_restored(self, now: float) -> Effects:
         self.phase = TaskPhase.SERVING
-        self._tell_served()
-        self.halted_because = ""
+        if not self.has_served:
+            self._events.taken(self.ledger)
+        if self.halted_because:
+            self._events.resumed(self.ledger)
+            self.halted_because = ""
         self.may_want_more = True
         for session in self.sessions.active.values():
             session.seen_at = now  # while the rows were read, no request could be answered
@@ -411,8 +311,7 @@ class HeldTask:
         """Another aggregator holds the task now; clients reach it through any selector."""
         self.phase = TaskPhase.STOPPED
         if self.has_served:
-            ledger, seq = self.ledger, self.fence.seq
-            self._events.append(TaskLeft(self.task, ledger.run, seq, ledger.version))
+            self._events.left(self.ledger)
         effects: Effects = [Drop(self.task, self.fence.seq)]
         for session in self.sessions.active.values():
             effects += self._answer(session, Retry("the task has moved", 0.0))
@@ -456,35 +355,11 @@ class HeldTask:
         """Stop serving until the rows change. Sessions continue; uploads are dropped."""
         self.phase = TaskPhase.HALTED
         if reason != self.halted_because:  # the rows are read again every heartbeat
-            self._events.append(TaskHalted(self.task, self.fence.seq, reason))
+            self._events.halted(reason)
         self.halted_because = reason
         return self._request_all_again()
 
-    # -- events -----------------------------------------------------------------------------
-
-    def _tell_served(self) -> None:
-        """Sums are restored: the task is served, for the first time or again."""
-        ledger, seq = self.ledger, self.fence.seq
-        if not self.has_served:
-            updates = sum(len(record.members) for record in ledger.records.values())
-            taken = TaskTaken(self.task, ledger.run, seq, ledger.version, updates)
-            self._events.append(taken)
-        if self.halted_because:
-            self._events.append(TaskResumed(self.task, seq, ledger.version))
-
-    def _tell_versions(self) -> None:
-        """Versions that this holder has committed, also if it learns of it by reading the rows."""
-        newest, ledger = self.ledger.version, self.ledger
-        first = self._told_version + 1 if self.has_served else newest + 1
-        for version in range(first, newest + 1):
-            consumed = ledger.consumed.get(version)
-            updates = 0 if consumed is None else len(consumed.members)
-            event: ServerEvent = VersionPublished(self.task, ledger.run, version, updates)
-            if (why := self._drops.get(version)) is not None:
-                event = BufferDropped(self.task, ledger.run, version, updates, why)
-            self._events.append(event)
-        self._told_version = newest
-        self._drops = {v: why for v, why in self._drops.items() if v > newest}
+    # -- revoked devices --------------------------------------------------------------------
 
     def revoke(self, devices: tuple[str, ...]) -> Effects:
         """These devices, and no others, may not take part."""
@@ -574,7 +449,7 @@ class HeldTask:
         """
         if self.phase is not TaskPhase.SERVING or self._is_draining or self._waits_for_tsa:
             return 0
-        if self.offers is not None and (self.offers.are_refused or not self._admits_joins):
+        if self.offers is not None and (self.offers.current.are_refused or not self._admits_joins):
             return 0
         kept = self._expected if now < self.adopts_until else 0
         return max(0, self.config_demand - kept)
@@ -683,7 +558,7 @@ class HeldTask:
         if now >= max(ticket.expires, _kept_until(ticket, session)):
             raise TicketError("the session has expired")
         if session is None:
-            if (reason := self._why_outdated(ticket)) is not None:
+            if (reason := self.revisions.why_outdated(ticket)) is not None:
                 raise SessionEnded(Aborted(reason))
             session = self._adopt(now, ticket, sealed)
         elif session.is_training:
@@ -699,10 +574,10 @@ class HeldTask:
             self._raise_if_ended(ticket)
             if now >= max(ticket.upload_by, _kept_until(ticket, session)):
                 raise TicketError("the upload deadline has passed")
-            if session is None and not self._may_go_on(ticket.manifest):
+            if session is None and not self.revisions.may_go_on(ticket.manifest):
                 raise SessionEnded(Aborted("revised"))
             if not regime.accepts(self.config, ticket.version, self.ledger.version + 1):
-                raise SessionEnded(Aborted(self._unless_revised(ticket, "round_over")))
+                raise SessionEnded(Aborted(self.revisions.unless_revised(ticket, "round_over")))
             if ticket.version < self.ledger.void_below:
                 raise SessionEnded(Aborted("stale"))
             if session is None:
@@ -786,7 +661,7 @@ class HeldTask:
         if self.is_over:
             raise SessionEnded(Aborted("task_over"))
         is_leased = self.promises.cover(assignment)
-        if not self._is_current(assignment.manifest):
+        if not self.revisions.is_current(assignment.manifest):
             # The device has a bundle of another revision: it fetches this one after a check-in.
             self._use_up(assignment, Aborted("revised"), is_leased=is_leased)
             raise SessionEnded(Aborted("revised"))
@@ -822,7 +697,7 @@ class HeldTask:
             return [Reply(reply_to, Refused(reason, "report examples = 1"))]
         if session.upload_ticket is None:
             staleness = self._staleness(session)
-            if (outdated := self._why_outdated(session.ticket)) is not None:
+            if (outdated := self.revisions.why_outdated(session.ticket)) is not None:
                 return [*self._abort(session, outdated), Reply(reply_to, Aborted(outdated))]
             # While the TSA is away nobody seals: if it is lost, those updates are not.
             if self._waits_for_tsa or not self._grant(now, session, staleness, request.examples):
@@ -1068,7 +943,7 @@ class HeldTask:
         for session in list(self.sessions.active.values()) if self.is_over else ():
             effects += self._abort(session, "task_over")
         for session in self.sessions.training_from(range(oldest)):
-            effects += self._abort(session, self._why_outdated(session.ticket) or "stale")
+            effects += self._abort(session, self.revisions.why_outdated(session.ticket) or "stale")
         return effects
 
     def _end_round(self) -> Effects:
@@ -1082,56 +957,13 @@ class HeldTask:
 
     # -- revisions --------------------------------------------------------------------------
 
-    def _serve_earlier(self) -> None:
-        """Let clients that joined before a revision finish, unless a rule forbids it."""
-        self._served = {
-            manifest: replaced + ticket_life_s(self.ledger.terms[manifest], self._server)
-            for manifest, replaced in self.ledger.replaced_at.items()
-            if manifest != self.pipeline.manifest
-        }
-        if not self.config.is_bound:
-            return
-        self._to_forget = dict(self._served)
-        for record in self.ledger.records.values():
-            if record.manifest not in self.ledger.terms:  # settings no longer stored
-                self.pipeline.give_up(0.0, self.pipeline.buffers_of(record.manifest), REVISED)
-
     def _terms(self, session: Session) -> TaskConfig:
         """The settings under which the client joined."""
-        return self.ledger.terms.get(session.manifest, self.config)
-
-    def _may_go_on(self, manifest: bytes) -> bool:
-        return self._is_current(manifest) or manifest in self._served
-
-    def _is_current(self, manifest: bytes) -> bool:
-        """May clients join under this manifest? Also under the candidate of a rollout."""
-        return manifest in (self.pipeline.manifest, self.ledger.candidate)
-
-    def _why_outdated(self, ticket: SessionTicket) -> AbortReason | None:
-        """Why a client that still trains cannot continue; None if it can."""
-        if not self._may_go_on(ticket.manifest):
-            return "revised"
-        own = self.ledger.terms[ticket.manifest].max_staleness
-        # A device refuses to mask an update that is staler than it has agreed to.
-        is_candidate = ticket.manifest == self.ledger.candidate
-        current = own if is_candidate else self.pipeline.max_staleness
-        limit = min(own, current) if self.config.is_secure else current
-        if ticket.version >= self.ledger.oldest_allowed(limit):
-            return None
-        return "stale" if ticket.version < self.ledger.oldest_allowed(own) else "revised"
-
-    def _unless_revised(self, ticket: SessionTicket, reason: R) -> R | Literal["revised"]:
-        """The reason, or `revised` for a client that has agreed to an earlier manifest."""
-        return reason if self._is_current(ticket.manifest) else "revised"
+        return self.revisions.terms(session.manifest)
 
     def _offers_for(self, session: Session) -> Offers | None:
         """Offers under the public parameters that the client has agreed to."""
-        manifest = session.manifest
-        if self.offers is None or manifest == self.pipeline.manifest:
-            return self.offers
-        if manifest not in self._earlier_offers:
-            self._earlier_offers[manifest] = Offers(self._terms(session), self.fence.seq)
-        return self._earlier_offers[manifest]
+        return None if self.offers is None else self.offers.under(self._terms(session))
 
     def _may_open(self, manifest: bytes) -> bool:
         """May an update be the first in a buffer? Under an earlier manifest of a secure or private
@@ -1156,20 +988,9 @@ class HeldTask:
         if not self.config.is_bound or (now < self.adopts_until and self._expected > 0):
             return []  # clients of the previous holder may still come
         effects: Effects = []
-        for manifest, ends in list(self._served.items()):
+        for manifest, ends in list(self.revisions.served.items()):
             effects += self._end_manifest(now, manifest, is_over=now >= ends)
         return effects + self.pipeline.pump(now)
-
-    def _forget_earlier(self, now: float) -> Effects:
-        """Tell the TSA which public parameters no client can use any longer. Call this right
-        after a commit: only the holder of the task may do it.
-        """
-        effects: Effects = []
-        for manifest, ends in list(self._to_forget.items()):
-            if now >= ends and not self.pipeline.buffers_of(manifest):
-                del self._to_forget[manifest]
-                effects.append(Forget(self.ledger.terms[manifest]))
-        return effects
 
     def _end_manifest(self, now: float, manifest: bytes, *, is_over: bool) -> Effects:
         waiting = self._in_flight(manifest)
@@ -1183,8 +1004,9 @@ class HeldTask:
                 left -= missing
         if self.pipeline.unfilled(manifest) or left >= self.ledger.terms[manifest].aggregation_goal:
             return []
-        del self._served[manifest]
-        self._earlier_offers.pop(manifest, None)
+        del self.revisions.served[manifest]
+        if self.offers is not None:
+            self.offers.forget(manifest)
         effects: Effects = []
         for session in waiting:
             end = self._discard if session.is_complete else self._abort
@@ -1196,12 +1018,16 @@ class HeldTask:
     def _place(self, session: Session) -> Effects:
         """Fold a complete upload into a buffer, or queue it until one has room."""
         manifest = session.manifest
-        if not self._may_go_on(manifest):
+        if not self.revisions.may_go_on(manifest):
             return self._discard(session, "revised")
         if not regime.accepts(self.config, session.version, self.ledger.version + 1):
-            return self._discard(session, self._unless_revised(session.ticket, "round_over"))
+            return self._discard(
+                session, self.revisions.unless_revised(session.ticket, "round_over")
+            )
         if self.pipeline.is_past(session.seed_group):
-            return self._discard(session, self._unless_revised(session.ticket, "seed_refused"))
+            return self._discard(
+                session, self.revisions.unless_revised(session.ticket, "seed_refused")
+            )
         if self.pipeline.is_counted(session.pseudonym, manifest, session.seed_group):
             return self._discard(session, "already_counted")
         fold = self.pipeline.place(
@@ -1253,7 +1079,7 @@ class HeldTask:
         if (offers := self._offers_for(session)) is not None:
             offers.on_refused(reason, session.offer)
             if reason in ("seed_refused", "trusted_party_lost"):
-                reason = self._unless_revised(session.ticket, reason)
+                reason = self.revisions.unless_revised(session.ticket, reason)
         session.upload = None
         return self._discard(session, reason) + self._place_overflow()
 
@@ -1262,14 +1088,14 @@ class HeldTask:
     @property
     def _waits_for_tsa(self) -> bool:
         """The TSA is away or fails. What it holds is not lost, so updates wait for it."""
-        return self.offers is not None and (self.offers.is_away or self.pipeline.is_failing)
+        return self.offers is not None and (self.offers.current.is_away or self.pipeline.is_failing)
 
     @property
     def tsa_problem(self) -> str:
         """For the owner; empty if there is none."""
         if self.offers is None:
             return ""
-        return _FAILING if self.pipeline.is_failing else self.offers.problem
+        return _FAILING if self.pipeline.is_failing else self.offers.current.problem
 
     def _wait_for_tsa(self, now: float, session: Session) -> Retry:
         """The client is not at fault: keep its session long enough for a whole upload."""
@@ -1284,7 +1110,7 @@ class HeldTask:
         of this buffer can use it: keep its place, and ask the client for the bytes again later.
         """
         assert self.offers is not None
-        self.offers.on_unanswered()
+        self.offers.current.on_unanswered()
         self.pipeline.postpone(message)
         session.seed_group = message.target
         session.seen_at = now  # the server kept the client waiting
@@ -1295,11 +1121,8 @@ class HeldTask:
     def on_offered(self, now: float, message: Offered) -> Effects:
         if self.offers is None:
             return []
-        self.may_want_more |= self.offers.is_away or self.offers.are_refused
-        is_current = message.manifest == self.pipeline.manifest
-        offers = self.offers if is_current else self._earlier_offers.get(message.manifest)
-        if offers is not None:
-            offers.on_offered(now, message, self.pipeline)
+        self.may_want_more |= self.offers.current.is_away or self.offers.current.are_refused
+        self.offers.on_offered(now, message, self.pipeline)
         if self.phase is not TaskPhase.SERVING:
             return []
         return [*self.pipeline.pump(now), *self._refill_offers(now)]
@@ -1322,14 +1145,12 @@ class HeldTask:
         life_s = max(ticket_life_s(config, self._server) for config in self.ledger.terms.values())
         oldest_kept = self.sessions.oldest_kept(now)
         effects = self.pipeline.on_stepped(now, message, life_s, oldest_kept)
-        self._drops.pop(message.version, None)
+        self._events.dropping(message.version, message.dropped if effects else "")
         if message.dropped:
             what = f"buffers_dropped_{message.dropped}" if effects else "steps_postponed"
             self.counters[what] += 1
-            if effects:
-                self._drops[message.version] = message.dropped
         if message.dropped == UNREACHABLE and self.offers is not None:
-            self.offers.on_unanswered()
+            self.offers.current.on_unanswered()
             effects = self._refill_offers(now)
         return effects
 
@@ -1363,10 +1184,10 @@ class HeldTask:
                 effects += self._acknowledge(session)
         if has_advanced:
             self.counters["versions"] += 1
-            self._tell_versions()
+            self._events.versions(self.ledger, has_served=True)
             self.may_want_more = True
             effects += [*self._abort_outdated(), *self._end_revised(now)]
-            effects += [*self._forget_earlier(now), *self._place_overflow()]
+            effects += [*self.revisions.forget(now), *self._place_overflow()]
         return effects + self.pipeline.pump(now)
 
     # -- time -------------------------------------------------------------------------------
@@ -1384,8 +1205,7 @@ class HeldTask:
     def _refill_offers(self, now: float) -> Effects:
         if self.is_over or self.offers is None:
             return []
-        stocks = (self.offers, *self._earlier_offers.values())
-        return [effect for stock in stocks for effect in stock.refill(now, self.pipeline)]
+        return self.offers.refill(now, self.pipeline)
 
     def next_wake(self) -> float:
         if self.phase is not TaskPhase.SERVING:
@@ -1395,12 +1215,9 @@ class HeldTask:
         due = min(sweep, self.pipeline.next_wake())
         if self.offers is None:
             return due
-        if self._served:
+        if self.revisions.served:
             due = min(due, self._swept_at + self._sweep_s)
-        if self.is_over:
-            return due
-        stocks = (self.offers, *self._earlier_offers.values())
-        return min(due, *(stock.next_wake() for stock in stocks))
+        return due if self.is_over else min(due, self.offers.next_wake())
 
     def check(self) -> None:
         if self.phase is TaskPhase.SERVING:

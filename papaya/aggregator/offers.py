@@ -152,3 +152,39 @@ class Offers:
         """When the next request for offers is due."""
         is_due = self._is_low or self._is_doubted
         return self._ask_again_at if is_due and not self._is_asked else float("inf")
+
+
+class Stocks:
+    """All stocks of a secure task: of the current manifest, and of others once one of their clients
+    reports.
+    """
+
+    def __init__(self, config: TaskConfig, seq: int) -> None:
+        self.current = Offers(config, seq)
+        self._seq = seq
+        self._by_manifest = {config.manifest: self.current}
+
+    def under(self, config: TaskConfig) -> Offers:
+        """Offers for clients that have agreed to these settings."""
+        if config.manifest not in self._by_manifest:
+            self._by_manifest[config.manifest] = Offers(config, self._seq)
+        return self._by_manifest[config.manifest]
+
+    def forget(self, manifest: bytes) -> None:
+        """No client under this earlier manifest can continue."""
+        self._by_manifest.pop(manifest, None)
+
+    def on_loaded(self, pipeline: Pipeline) -> None:
+        for stock in self._by_manifest.values():
+            stock.on_loaded(pipeline)
+
+    def on_offered(self, now: float, offered: Offered, pipeline: Pipeline) -> None:
+        if (stock := self._by_manifest.get(offered.manifest)) is not None:
+            stock.on_offered(now, offered, pipeline)
+
+    def refill(self, now: float, pipeline: Pipeline) -> Effects:
+        stocks = self._by_manifest.values()
+        return [effect for stock in stocks for effect in stock.refill(now, pipeline)]
+
+    def next_wake(self) -> float:
+        return min(stock.next_wake() for stock in self._by_manifest.values())

@@ -15,13 +15,16 @@ import numpy as np
 from msgspec.structs import replace
 
 from papaya.aggregator import masked_sum as masked
-from papaya.aggregator.held_task import HeldTask, Promises, TaskPhase
+from papaya.aggregator.held_task import HeldTask, TaskPhase
+from papaya.aggregator.leases import Promises
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.masked_sum import TsaError
 from papaya.aggregator.offers import Offers
 from papaya.aggregator.pipeline import Buffer, Pipeline
+from papaya.aggregator.revisions import Revisions
 from papaya.aggregator.sessions import Session
 from papaya.aggregator.shards import NewBlobs, Shards, TakeLock, _BufferUpdates
+from papaya.aggregator.task_events import TaskEvents
 from papaya.aggregator.tsa import TsaAdapter
 from papaya.aggregator.work import FAILED, UNREACHABLE, Fold, Stepped, StockedOffer
 from papaya.client.client import Client
@@ -154,8 +157,8 @@ def _take_any(self: Pipeline, buffer: Buffer, manifest: bytes) -> bool:
     return True
 
 
-def _newest_terms(self: HeldTask, session: Session) -> TaskConfig:
-    return self.config
+def _newest_terms(self: Revisions, manifest: bytes) -> TaskConfig:
+    return self._pipeline.config
 
 
 _release = TsaAdapter.release
@@ -315,12 +318,12 @@ def _tell_fence_twice(self: Coordinator, task: TaskId, fence: FenceRow) -> None:
     self._events += self._events[before:]
 
 
-_tell_versions = HeldTask._tell_versions
+_tell_versions = TaskEvents.versions
 
 
-def _keep_drops_secret(self: HeldTask) -> None:
+def _keep_drops_secret(self: TaskEvents, ledger: Ledger, *, has_served: bool) -> None:
     events = len(self._events)
-    _tell_versions(self)
+    _tell_versions(self, ledger, has_served=has_served)
     told = [e for e in self._events[events:] if not isinstance(e, BufferDropped)]
     self._events[events:] = told
 
@@ -471,7 +474,7 @@ BUGS: dict[str, Bug] = {
     ),
     "revised-client-weighed-by-the-new-manifest": Bug(
         "the updates of clients that joined before a revision are weighed by the settings after it",
-        ((HeldTask, "_terms", _newest_terms),),
+        ((Revisions, "terms", _newest_terms),),
     ),
     "release-of-another-list": Bug(
         "masks are released for fewer members than the buffer has",
@@ -543,7 +546,7 @@ BUGS: dict[str, Bug] = {
     ),
     "drop-not-logged": Bug(
         "an aggregator drops a masked buffer and does not log it",
-        ((HeldTask, "_tell_versions", _keep_drops_secret),),
+        ((TaskEvents, "versions", _keep_drops_secret),),
     ),
     "open-buffer-given-up-too-soon": Bug(
         "a buffer is dropped although the TSA still has its seeds",
