@@ -21,6 +21,7 @@ from papaya.secagg.parameters import MAX_DELTA, MIN_DELTA
 
 PrivateWeighting = Literal["equal", "capped"]
 NORMS_CLIP = 1.0  # one device is in one bin of a histogram of norms
+_FEWEST_DEVIATIONS = 4
 _mu_for = lru_cache(maxsize=256)(accountant.mu_for)
 
 
@@ -53,6 +54,14 @@ class EvaluationTerms(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def rho(self) -> float:
         """What one participation costs a device."""
         return accountant.rho_of(self.noise_multiplier)
+
+    def deviation(self, metrics: int) -> float:
+        """The standard deviation of the noise in each sum of an evaluation."""
+        return self.noise_multiplier * evaluation_clip(metrics)
+
+    def smallest_weight(self, metrics: int) -> float:
+        """The noise hides the result if all devices of an evaluation together weigh less."""
+        return _FEWEST_DEVIATIONS * self.deviation(metrics)
 
 
 class PrivacyTerms(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -505,7 +505,20 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
                 f"a model of {self.model_length} parameters is too small to detect an update of "
                 f"random words: such a sum passes with a probability of up to {chance:.2g}"
             )
+        if terms.evaluation is not None and self.evaluation is not None:
+            found += self._evaluation_warnings(terms.evaluation, self.evaluation)
         return found
+
+    def _evaluation_warnings(self, terms: EvaluationTerms, plan: EvaluationPlan) -> list[str]:
+        needed = math.ceil(terms.smallest_weight(len(self.metrics)))
+        clients = max(plan.clients, self.threshold or 1)
+        warning = (
+            f"the noise hides the results of evaluations by {clients} clients: with "
+            f"privacy.evaluation.noise_multiplier = {terms.noise_multiplier:.3g}, {needed} clients "
+            f"are needed, more if they have fewer than {terms.max_examples} held-out examples; "
+            "raise evaluation.clients or privacy.evaluation.share"
+        )
+        return [warning] if clients < needed else []
 
     def _parameters(self) -> PublicParameters:
         parameters = self.public_parameters

@@ -37,7 +37,6 @@ _VALUES: Final = 1  # where loss and metrics begin
 _PER_OCTAVE: Final = 2
 _FIRST_POWER: Final = -16
 _MOST_DEVIATIONS: Final = 9  # noise that is not credible
-_FEWEST_DEVIATIONS: Final = 4  # of the weight, below which a quotient says nothing
 _BIN_DEVIATIONS: Final = 2  # of a bin, below which it counts as empty
 _SLACK: Final = 1e-4  # float32
 
@@ -78,13 +77,13 @@ def summarize_private(
     expected = private_evaluation_length(len(metrics))
     if sums.shape != (expected,):
         raise ProtocolError(f"a private evaluation is {expected} numbers, not {sums.shape}")
-    sigma = terms.noise_multiplier * evaluation_clip(len(metrics))
+    sigma = terms.deviation(len(metrics))
     weight, *values = sums[: _VALUES + 1 + len(metrics)].tolist()
     limits = np.full(expected, _MOST_DEVIATIONS * sigma)
     limits[: _VALUES + len(values)] += [members, *[members / 2] * len(values)]
     if not (np.abs(sums) <= limits * (1 + _SLACK)).all():
         raise ProtocolError("the evaluation contains sums that its clients cannot have made")
-    if weight < _FEWEST_DEVIATIONS * sigma:
+    if weight < terms.smallest_weight(len(metrics)):
         raise ProtocolError(
             f"the noise hides the result: a weight of {weight:.3g} with noise of {sigma:.3g}; "
             "evaluate with more clients or a larger share of the budget"

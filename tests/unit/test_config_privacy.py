@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from papaya.cli.task.privacy import NOT_ALL, privacy_in_words
@@ -21,7 +22,8 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.config.privacy import rho_of_revisions
-from papaya.errors import ConfigError
+from papaya.errors import ConfigError, ProtocolError
+from papaya.learning.private_evaluation import private_evaluation_length, summarize_private
 from papaya.secagg.parameters import PRIVATE_SCHEME
 
 
@@ -121,6 +123,32 @@ def test_noise_above_the_signal_is_a_warning_with_the_ratio() -> None:
     [warning] = [w for w in a_config(privacy=capped).warnings() if "noise" in w]
     assert f"about {z * 100 / 50:.3g} times" in warning
     assert not [w for w in a_config().warnings() if "noise of a step" in w]
+
+
+def test_an_evaluation_that_its_noise_hides_is_a_warning() -> None:
+    """`summarize_private` refuses such a result, after devices have paid for it."""
+    private = PrivateEvaluation(noise_multiplier=10.0)
+    terms = private.terms(10.0, 1)
+    needed = math.ceil(terms.smallest_weight(0))
+    sums = np.zeros(private_evaluation_length(0))
+
+    def hidden(clients: int) -> list[str]:
+        config = a_config(
+            regime=AsyncFL(aggregation_goal=20),
+            privacy=a_privacy(evaluation=private),
+            evaluation=EvaluationPlan(clients=clients),
+        )
+        return [w for w in config.warnings() if "hides the results of evaluations" in w]
+
+    [warning] = hidden(needed - 1)
+    assert f"by {needed - 1} clients" in warning
+    assert f"{needed} clients are needed" in warning
+    sums[0] = needed - 1
+    with pytest.raises(ProtocolError, match="noise hides the result"):
+        summarize_private(sums, needed - 1, terms, ())
+    assert not hidden(needed)
+    sums[0] = needed
+    assert summarize_private(sums, needed, terms, ()).all.clients == needed
 
 
 def test_other_warnings() -> None:
