@@ -42,8 +42,14 @@ from papaya.cli.output import (
     whole,
     writing,
 )
-from papaya.config import AsyncFL, DeviceConfig, OptimizerConfig, SecureAggregation, TaskConfig
-from papaya.config.task import StopRule
+from papaya.config import (
+    AsyncFL,
+    DeviceConfig,
+    OptimizerConfig,
+    SecureAggregation,
+    StopRule,
+    TaskConfig,
+)
 from papaya.credentials.token_files import read as read_token
 from papaya.errors import OperatorError, PapayaError
 from papaya.server.admin.views import ChangeReason, Deletion, NewTask, Stored, TaskDetail, TaskView

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from msgspec import Struct
 
 from papaya.config.checks import require, require_choice, require_count
 from papaya.privacy import accountant
-from papaya.secagg.parameters import MAX_DELTA, MIN_DELTA
+from papaya.secagg.parameters import MAX_DELTA, MIN_DELTA, PRIVATE_SCHEME
 
 PrivateWeighting = Literal["equal", "capped"]
 NORMS_CLIP = 1.0  # one device is in one bin of a histogram of norms
@@ -122,6 +122,18 @@ class PrivacyTerms(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def epsilon_of_replacement(self) -> float:
         """The same, if neighbours differ in the device's numbers instead of having zeros."""
         return accountant.epsilon_of(accountant.replacement(self.mu), self.delta)
+
+
+def public_terms(terms: PrivacyTerms) -> dict[str, Any]:
+    """The part of the public parameters that states the noise."""
+    return {
+        "scheme": PRIVATE_SCHEME,
+        "noise_multiplier": terms.noise_multiplier,
+        "delta": terms.delta,
+        "max_participations": terms.max_participations,
+        "weighting": terms.weighting,
+        "expected_weight": terms.expected_weight,
+    }
 
 
 class ParticipationCost(NamedTuple):

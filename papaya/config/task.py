@@ -1,4 +1,4 @@
-"""A task as its owner configures it: regime, optimizer, evaluation, when it ends.
+"""A task as its owner configures it.
 
 Paper, "Experimental Setup": "Our system has two configuration parameters. First, for both SyncFL
 and AsyncFL tasks, concurrency [...]. Second, for AsyncFL tasks, K is the aggregation goal".
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Iterator
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct, structs
 
@@ -23,16 +24,11 @@ from papaya.config.checks import (
     require_count,
     require_positive_s,
 )
-from papaya.config.combining import (
-    Aggregation,
-    ExtensionParameters,
-    Staleness,
-    Weighting,
-    require_name,
-    require_parameters,
-)
-from papaya.config.metrics import PERPLEXITY, MetricBounds, MetricTarget, check_metrics
-from papaya.config.privacy import EvaluationTerms, Privacy, PrivacyTerms
+from papaya.config.combining import Aggregation, Staleness, Weighting
+from papaya.config.evaluation import Evaluated, EvaluationPlan, StopRule
+from papaya.config.metrics import PERPLEXITY, MetricBounds, check_metrics
+from papaya.config.optimizer import OptimizerConfig
+from papaya.config.privacy import EvaluationTerms, Privacy, PrivacyTerms, public_terms
 from papaya.config.upload_bits import UploadBits, encoded_bytes
 from papaya.config.versions import EngineVersion
 from papaya.errors import ConfigError
@@ -44,7 +40,6 @@ from papaya.secagg.parameters import (
     MAX_GOAL,
     MIN_PRIVATE_GOAL,
     PRIVATE_EXTRA_WORDS,
-    PRIVATE_SCHEME,
     PublicParameters,
 )
 from papaya.secagg.unmask import chance_of_random_words
@@ -53,16 +48,10 @@ Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _TASK_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MAX_MODEL_LENGTH = 2**30
 _STALENESS_OF_DEVICES = 1000  # the default limit of a device's own policy
-# Evaluations under secure aggregation: the largest whole number that one client may upload in one
-# place, small enough for the fixed point of every aggregation goal, and the maximum staleness of a
-# task that has a single version. Devices compare them with the offer they get.
-EVALUATION_CLIP = 2.0**13 - 1
-EVALUATION_MAX_STALENESS = 1
 _RARE = 2.0**-32
 _FLOAT32_MAX = 3.4028234663852886e38
 _FLOAT32_TINY = 1.1754943508222875e-38
 
-OPTIMIZERS = ("fedavg", "fedsgd", "fedadam", "fedyogi", "fedadagrad")
 OverClip = Literal["refuse", "clip"]
 Durability = Literal["commit", "step"]
 
@@ -78,54 +67,6 @@ class SyncFL(Struct, frozen=True, tag="sync"):
     """Rounds of clients that all start from the current version."""
 
     over_selection: float = 0.3
-
-
-class OptimizerConfig(Struct, frozen=True):
-    """The server optimizer. None means the default of its kind."""
-
-    kind: str = "fedadam"
-    rate: float | None = None
-    momentum: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float | None = None
-    averaged: int = 0
-    parameters: ExtensionParameters = ()
-
-    def __post_init__(self) -> None:
-        require(
-            0 <= self.averaged <= MAX_COUNT,
-            "optimizer.averaged",
-            self.averaged,
-            f"must be at least 0 and at most {MAX_COUNT}",
-            "leave it out: it follows from batch_norm in the task file",
-        )
-        require_name("optimizer.kind", self.kind, OPTIMIZERS)
-        require_parameters("optimizer", self.parameters, is_built_in=self.is_built_in)
-        for field, value in (("rate", self.rate), ("epsilon", self.epsilon)):
-            require(
-                value is None or (math.isfinite(value) and value > 0),
-                f"optimizer.{field}",
-                value,
-                "must be finite and above zero",
-                f"leave optimizer.{field} out to take the default of {self.kind}",
-            )
-        for field, value in (
-            ("momentum", self.momentum),
-            ("beta1", self.beta1),
-            ("beta2", self.beta2),
-        ):
-            require(
-                0 <= value < 1,
-                f"optimizer.{field}",
-                value,
-                "must be at least 0 and below 1",
-                f"choose optimizer.{field} in [0, 1), for example 0.9",
-            )
-
-    @property
-    def is_built_in(self) -> bool:
-        return self.kind in OPTIMIZERS
 
 
 class Requirements(Struct, frozen=True):
@@ -159,95 +100,6 @@ class SecureAggregation(Struct, frozen=True):
     """The smallest number of clients whose sum may be revealed; None means the aggregation goal."""
 
     threshold: int | None = None
-
-
-class StopRule(Struct, frozen=True, kw_only=True):
-    """The task ends when the first of these is reached. With none it runs until it is cancelled."""
-
-    versions: int | None = None
-    hours: float | None = None
-    target_loss: float | None = None
-    patience: int | None = None
-    target_metric: MetricTarget | None = None
-
-    def __post_init__(self) -> None:
-        for field in ("versions", "patience"):
-            value = getattr(self, field)
-            if value is not None:
-                require_count(f"stop.{field}", value)
-        require(
-            self.hours is None or (math.isfinite(self.hours) and self.hours > 0),
-            "stop.hours",
-            self.hours,
-            "must be finite and above zero",
-            "leave it out to run without a time limit",
-        )
-        require(
-            self.target_loss is None or math.isfinite(self.target_loss),
-            "stop.target_loss",
-            self.target_loss,
-            "must be finite",
-            "leave it out, or set the mean loss per example at which to stop",
-        )
-
-
-class EvaluationPlan(Struct, frozen=True, kw_only=True):
-    """Evaluate every `every_versions` versions on the held-out data of `clients` devices.
-
-    An evaluation is a task of its own that pins one version, with the same selection and the same
-    upload (docs/adr/0016). Its clients upload sums of losses, so under secure aggregation the
-    server does not see the result of a single device. Stop rules use the results.
-    """
-
-    every_versions: int = 10
-    clients: int = 20
-    timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        for field in ("every_versions", "clients"):
-            require_count(f"evaluation.{field}", getattr(self, field))
-        require(
-            math.isfinite(self.timeout_s) and self.timeout_s > 0,
-            "evaluation.timeout_s",
-            self.timeout_s,
-            "must be finite and above zero",
-            "set how long an evaluation may wait for its clients",
-        )
-
-
-class Evaluated(Struct, frozen=True):
-    """What an evaluation task evaluates: one version of another task, pinned by its blob.
-
-    `private`: the bounds and the noise, if the task is private. `norms`: not how good the version
-    is, but a histogram of the norms of updates.
-    """
-
-    task: str
-    version: int
-    parameters: str
-    model_length: int
-    max_examples: int = MAX_COUNT
-    """How many examples one client may use: as many as in the task that is evaluated."""
-    metrics: tuple[MetricBounds, ...] = ()
-    private: EvaluationTerms | None = None
-    norms: bool = False
-
-    def __post_init__(self) -> None:
-        for field in ("model_length", "max_examples"):
-            require_count(f"evaluates.{field}", getattr(self, field))
-        check_metrics(self.metrics)
-
-
-def public_terms(terms: PrivacyTerms) -> dict[str, Any]:
-    """The part of the public parameters that states the noise."""
-    return {
-        "scheme": PRIVATE_SCHEME,
-        "noise_multiplier": terms.noise_multiplier,
-        "delta": terms.delta,
-        "max_participations": terms.max_participations,
-        "weighting": terms.weighting,
-        "expected_weight": terms.expected_weight,
-    }
 
 
 class TaskConfig(Struct, frozen=True, kw_only=True):
@@ -414,111 +266,114 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
 
     def warnings(self) -> list[str]:
         """What is valid but unwise, in words for the task's owner."""
-        found = []
+        return list(self._unwise())
+
+    def _unwise(self) -> Iterator[str]:
+        yield from self._unwise_regime()
+        if self.participation_gap_s == 0:
+            yield (
+                "participation_gap_s = 0: one device may take part again immediately, "
+                "so a threshold or a privacy budget no longer counts devices"
+            )
+        if self.is_secure:
+            yield from self._unwise_staleness()
+        if self.privacy is not None:
+            yield from self._unwise_privacy(self.privacy.terms)
+        if not self.aggregation.is_mean:
+            yield (
+                f"aggregation.kind = {self.aggregation.kind!r}: the servers may store the single "
+                f"updates of a version until it is made: {self.aggregation_goal} x "
+                f"{self.model_bytes / 1e6:,.1f} MB = {self.members_bytes / 1e6:,.0f} MB, and those "
+                "of the next one meanwhile"
+            )
+        if self.durability == "step":
+            yield (
+                "durability = 'step': acknowledged updates of an open buffer are lost in a crash, "
+                "or when the outcome of its commit is unknown"
+            )
+
+    def _unwise_regime(self) -> Iterator[str]:
         goal, concurrency = self.aggregation_goal, self.concurrency
         if isinstance(self.regime, AsyncFL):
             if goal < concurrency / 100:
-                found.append(
+                yield (
                     f"aggregation_goal = {goal} is below 1 % of concurrency = {concurrency}: "
                     f"staleness will be about {concurrency // goal}; the paper advises 10-30 %"
                 )
             if goal > concurrency:
-                found.append(
+                yield (
                     f"aggregation_goal = {goal} is above concurrency = {concurrency}: each version "
                     f"waits for {math.ceil(goal / concurrency)} clients per slot, one after the "
                     "other; the paper advises 10-30 %"
                 )
             if self.max_staleness < 4 * concurrency / goal:
-                found.append(
+                yield (
                     f"max_staleness = {self.max_staleness} is below 4 x concurrency / "
                     f"aggregation_goal = {4 * concurrency / goal:.0f}: slow clients will be "
                     "aborted and the model biased against them"
                 )
         if self.regime == SyncFL(over_selection=0.0) and concurrency > 100:
-            found.append(
+            yield (
                 "over_selection = 0: each round waits for its slowest client, or for "
                 f"training_timeout_s = {self.training_timeout_s:g}"
             )
-        if self.participation_gap_s == 0:
-            found.append(
-                "participation_gap_s = 0: one device may take part again immediately, "
-                "so a threshold or a privacy budget no longer counts devices"
-            )
-        if self.secure_aggregation is not None and self.max_staleness > _STALENESS_OF_DEVICES:
-            found.append(
-                f"max_staleness = {self.max_staleness} with secure aggregation: devices refuse "
-                f"tasks that allow more than {_STALENESS_OF_DEVICES}, unless their owners "
-                "raise maximum_staleness"
-            )
-        damping = self.staleness.damping
-        if self.is_secure and damping is not None:
-            smallest, allowed = (
-                damping.factor(self.max_staleness),
-                PAPERS.factor(_STALENESS_OF_DEVICES),
-            )
-            if smallest < allowed and self.max_staleness <= _STALENESS_OF_DEVICES:
-                found.append(
-                    f"staleness.kind = {self.staleness.kind!r} damps an update by up to "
-                    f"{smallest:.2g} at max_staleness = {self.max_staleness}: with secure "
-                    f"aggregation, devices refuse less than {allowed:.2g} unless their owners "
-                    "raise maximum_staleness"
-                )
-        if self.privacy is not None:
-            found += self._privacy_warnings(self.privacy)
-        if not self.aggregation.is_mean:
-            found.append(
-                f"aggregation.kind = {self.aggregation.kind!r}: the servers may store the single "
-                f"updates of a version until it is made: {goal} x {self.model_bytes / 1e6:,.1f} MB "
-                f"= {self.members_bytes / 1e6:,.0f} MB, and those of the next one meanwhile"
-            )
-        if self.durability == "step":
-            found.append(
-                "durability = 'step': acknowledged updates of an open buffer are lost in a crash, "
-                "or when the outcome of its commit is unknown"
-            )
-        return found
 
-    def _privacy_warnings(self, privacy: Privacy) -> list[str]:
-        found, terms, goal = [], privacy.terms, self.aggregation_goal
+    def _unwise_staleness(self) -> Iterator[str]:
+        """What devices of a secure task refuse, unless their owners allow it."""
+        limit, damping = self.max_staleness, self.staleness.damping
+        allowed = PAPERS.factor(_STALENESS_OF_DEVICES)
+        if limit > _STALENESS_OF_DEVICES:
+            yield (
+                f"max_staleness = {limit} with secure aggregation: devices refuse tasks that allow "
+                f"more than {_STALENESS_OF_DEVICES}, unless their owners raise maximum_staleness"
+            )
+        elif damping is not None and (smallest := damping.factor(limit)) < allowed:
+            yield (
+                f"staleness.kind = {self.staleness.kind!r} damps an update by up to {smallest:.2g} "
+                f"at max_staleness = {limit}: with secure aggregation, devices refuse less than "
+                f"{allowed:.2g} unless their owners raise maximum_staleness"
+            )
+
+    def _unwise_privacy(self, terms: PrivacyTerms) -> Iterator[str]:
+        goal = self.aggregation_goal
         noise = terms.noise_multiplier * math.sqrt(self.model_length)
         ratio = noise / (goal * terms.expected_weight)
         if ratio > 1:
-            found.append(
+            yield (
                 f"the noise of a step is about {ratio:.3g} times as large as its largest signal: "
                 f"noise_multiplier = {terms.noise_multiplier:g}, {self.model_length} parameters, "
                 f"aggregation_goal = {goal}, expected_weight = {terms.expected_weight:g}; a larger "
                 "goal, fewer participations or a larger epsilon reduce it"
             )
         if terms.delta * 10 * self.concurrency > 1:
-            found.append(
+            yield (
                 f"privacy.delta = {terms.delta:g} is large for a fleet with {self.concurrency} "
                 "clients at a time: with this probability there is no guarantee; use less than one "
                 "divided by the number of devices"
             )
         if self.secure_aggregation is None:
-            found.append(
+            yield (
                 "privacy without secure aggregation: the operator of the servers sees every "
                 "update and is trusted to add the noise"
             )
         elif (chance := chance_of_random_words(goal, self._parameters())) > _RARE:
-            found.append(
+            yield (
                 f"a model of {self.model_length} parameters is too small to detect an update of "
                 f"random words: such a sum passes with a probability of up to {chance:.2g}"
             )
         if terms.evaluation is not None and self.evaluation is not None:
-            found += self._evaluation_warnings(terms.evaluation, self.evaluation)
-        return found
+            yield from self._unwise_evaluation(terms.evaluation, self.evaluation)
 
-    def _evaluation_warnings(self, terms: EvaluationTerms, plan: EvaluationPlan) -> list[str]:
+    def _unwise_evaluation(self, terms: EvaluationTerms, plan: EvaluationPlan) -> Iterator[str]:
         needed = math.ceil(terms.smallest_weight(len(self.metrics)))
         clients = max(plan.clients, self.threshold or 1)
-        warning = (
-            f"the noise hides the results of evaluations by {clients} clients: with "
-            f"privacy.evaluation.noise_multiplier = {terms.noise_multiplier:.3g}, {needed} clients "
-            f"are needed, more if they have fewer than {terms.max_examples} held-out examples; "
-            "raise evaluation.clients or privacy.evaluation.share"
-        )
-        return [warning] if clients < needed else []
+        if clients < needed:
+            yield (
+                f"the noise hides the results of evaluations by {clients} clients: with "
+                f"privacy.evaluation.noise_multiplier = {terms.noise_multiplier:.3g}, {needed} "
+                f"clients are needed, more if they have fewer than {terms.max_examples} held-out "
+                "examples; raise evaluation.clients or privacy.evaluation.share"
+            )
 
     def _parameters(self) -> PublicParameters:
         parameters = self.public_parameters

@@ -30,8 +30,8 @@ from papaya.attestation.policy import DevicePolicy
 from papaya.attestation.verify import Evidence, Verified, verify_evidence
 from papaya.client.work import Seal, Sealed
 from papaya.config import Staleness, Weighting
-from papaya.config.privacy import NORMS_CLIP, PrivacyTerms, evaluation_clip
-from papaya.config.task import EVALUATION_CLIP, EVALUATION_MAX_STALENESS, public_terms
+from papaya.config.evaluation import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
+from papaya.config.privacy import NORMS_CLIP, PrivacyTerms, evaluation_clip, public_terms
 from papaya.credentials.tls import client_context
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.learning.definition import TaskTerms

@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 
 from papaya.config import MetricBounds, StopRule
-from papaya.config.task import EVALUATION_CLIP
+from papaya.config.evaluation import EVALUATION_CLIP
 from papaya.errors import Diverged, InvariantError, OperatorError, ProtocolError, UpdateRefused
 from papaya.learning.parameters import FLOAT32, FLOAT64, Tensor, Vector
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, get_args
 
 from papaya.config import Staleness, TaskConfig
 from papaya.config.combining import DAMPINGS, RULES
-from papaya.config.task import OPTIMIZERS
+from papaya.config.optimizer import OPTIMIZERS
 from papaya.errors import ConfigError
 
 ExtensionGroup = Literal["server_optimizers", "aggregation_rules", "staleness_functions"]

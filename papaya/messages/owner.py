@@ -34,8 +34,8 @@ from papaya.config import (
     StopRule,
     TaskConfig,
 )
+from papaya.config.evaluation import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
 from papaya.config.privacy import NORMS_CLIP, evaluation_clip
-from papaya.config.task import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
 from papaya.errors import OperatorError
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.storage import (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from papaya.config import MetricBounds
 from papaya.config.checks import MAX_COUNT
-from papaya.config.task import EVALUATION_CLIP
+from papaya.config.evaluation import EVALUATION_CLIP
 from papaya.errors import Diverged, InvariantError, OperatorError, ProtocolError, UpdateRefused
 from papaya.learning.evaluation import (
     BUCKETS,
