@@ -200,6 +200,7 @@ def learn(
     until: int | None = None,
     judged: Callable[[int, Vector], None] | None = None,
     checkpoints: Checkpoints | None = None,
+    rounding: bool = True,
 ) -> Curve:
     """Replay the trace, or until version `until`, or until `target` is reached and kept.
 
@@ -210,7 +211,7 @@ def learn(
     last = trace.versions if until is None else min(until, trace.versions)
     judging = Judging(workload, last, evaluations, target)
     due = frozenset(judging.due)
-    learner = _Learner(trace, workload, rates, last)
+    learner = _Learner(trace, workload, rates, last, rounding)
     if checkpoints is not None and (found := checkpoints.load()) is not None:
         learner.restore(found)
         judging.restore(found.judging)
@@ -240,7 +241,12 @@ class _Learner:
     """The server's side of learning: every version in turn, from version 0 on."""
 
     def __init__(
-        self, trace: Trace | FollowedTrace, workload: Workload, rates: Rates, last: int
+        self,
+        trace: Trace | FollowedTrace,
+        workload: Workload,
+        rates: Rates,
+        last: int,
+        is_rounding_wanted: bool,
     ) -> None:
         self.norms: list[float] = []
         self.rounding: dict[int, RoundingError] = {}
@@ -248,6 +254,7 @@ class _Learner:
         self._workload = workload
         self._rates = rates
         self._last = last
+        self._is_rounding_wanted = is_rounding_wanted
         self._task = rates.task(trace.task)
         load_used(self._task)
         self._optimizer = server_optimizer(rates.optimizer)
@@ -265,7 +272,7 @@ class _Learner:
         for version in range(self._version + 1, self._last + 1):
             trace = self._trace.until(version)
             updates = _train(trace, self._workload, self._rates, self._models, version)
-            if version == 1:
+            if version == 1 and self._is_rounding_wanted:
                 self.rounding = rounding_errors(updates, self._task.clip)
             step = _step(trace, self._task, version, updates, self.norms)
             parameters, self._state = self._optimizer.step(

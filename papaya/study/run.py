@@ -97,7 +97,8 @@ def require_target(loss: float | None) -> None:
 class Run(Struct, frozen=True, kw_only=True):
     """What is learnt along a recording, from at most so many counted updates (recording goes on to
     the end of a minute). `data` names the model and its data by their content. `copies`: as many
-    devices stand in place of each recorded one (`Trace.repeated`).
+    devices stand in place of each recorded one (`Trace.repeated`). `curve_only`: nothing but the
+    curve and the norms of updates is computed, which is cheaper.
     """
 
     recording_plan: RecordingPlan
@@ -108,6 +109,7 @@ class Run(Struct, frozen=True, kw_only=True):
     target: float | None = None
     evaluations: int = 100
     copies: int = 1
+    curve_only: bool = False
 
     def __post_init__(self) -> None:
         require_target(self.target)
@@ -289,6 +291,7 @@ def learn_run(
         until=last_version,
         judged=judged,
         checkpoints=checkpoints,
+        rounding=not run.curve_only,
     )
     if not curve.points:
         raise OperatorError(
@@ -316,10 +319,10 @@ def learn_run(
         target_hours=None if reached is None else reached.hours,
         target_trips=None if reached is None else reached.trips,
         fleet=fleet,
-        fairness=fairness(trace),
+        fairness=None if run.curve_only else fairness(trace),
         norms=norms_of(curve.norms),
         precision=None
-        if curve.diverged is not None  # its updates are no sample of those of a run that learns
+        if run.curve_only or curve.diverged is not None  # diverged updates are no sample of others
         else precision(run.recording_plan.task, workload.length, mean_examples, curve.norms),
         judges=_judges(workload.held_out) if isinstance(workload, SupportsJudges) else None,
     )

@@ -52,7 +52,7 @@ class Scale(Struct, frozen=True, kw_only=True):
     most_clients       the paper's largest comparison of update frequencies
     large_goal         its K without the advantage of small K; clients of a plain SyncFL round
     tuning_seeds       other seeds than those reported, on which rates are chosen
-    rounds, versions   how far SyncFL, and AsyncFL at the largest concurrency, are recorded
+    rounds             how far SyncFL is recorded; AsyncFL follows from it (`async_plan`)
     sync_grid, async_grid   server rates that are tried, neighbours a constant factor apart
     table_updates      counted updates after which Table 1 is taken
     window_hours       of runs in which nothing is learnt, after the start
@@ -73,7 +73,6 @@ class Scale(Struct, frozen=True, kw_only=True):
     concurrencies: tuple[int, ...]
     goals: tuple[int, ...]
     rounds: int
-    versions: int
     table_updates: int
     window_hours: float
     fixed_hour: float
@@ -114,7 +113,6 @@ QUICK: Final = Scale(
     concurrencies=(130, 1300, 2600),
     goals=(100, 1000),
     rounds=_QUICK_ROUNDS,
-    versions=150,
     table_updates=20_000,
     window_hours=0.25,
     fixed_hour=0.35,
@@ -132,7 +130,6 @@ FULL: Final = Scale(
     concurrencies=(130, 260, 520, 1300, 2600),
     goals=(100, 200, 400, 700, 1000, 1300),
     rounds=_FULL_ROUNDS,
-    versions=3_000,
     table_updates=1_000_000,
     window_hours=2.0,
     fixed_hour=10.0,
@@ -147,6 +144,7 @@ SCALES: Final = {scale.name: scale for scale in (QUICK, FULL)}
 OVER_SELECTION: Final = 0.3
 HEADLINE: Final[Dialect] = "weak"  # of all experiments but the one on sensitivity
 _DEPTH: Final = 0.75  # of the rounds of SyncFL, after which its loss is the target
+_THROUGHPUT: Final = 1.6  # updates per hour of AsyncFL ÷ of SyncFL, as recorded at 130 to 2600
 
 
 SUPPLY: Final = 3.0  # a fleet this large has more than enough devices for a round to start
@@ -171,10 +169,11 @@ def window(
     seed: int,
     hours: float,
     population: PopulationConfig = DEFAULT,
+    start_s: float = START_S,
 ) -> RecordingPlan:
     """Record `hours` after the start, and until all clients assigned in them have ended."""
     cluster = _cluster(regime, concurrency, population)
-    return RecordingPlan(cluster=cluster, seed=seed, hours=hours + START_S / 3600, drain_s=DRAIN_S)
+    return RecordingPlan(cluster=cluster, seed=seed, hours=hours + start_s / 3600, drain_s=DRAIN_S)
 
 
 def learning(
@@ -269,17 +268,15 @@ def sync_plan(scale: Scale, concurrency: int, seed: int) -> RecordingPlan:
 
 
 def async_plan(scale: Scale, concurrency: int, seed: int, goal: int | None = None) -> RecordingPlan:
-    """Here too. Elsewhere about the same hours at every concurrency, and enough versions for one
-    rate at all of them.
+    """As many hours as SyncFL has at this concurrency for the part of its rounds after which the
+    target is set (`_DEPTH`): AsyncFL that is not there by then is not faster. In updates, which are
+    counted `_THROUGHPUT` times as often. At the paper's concurrency, enough for Table 1 as well.
     """
     goal = scale.goal if goal is None else goal
+    same_hours = _THROUGHPUT * _DEPTH * sync_plan(scale, concurrency, seed).updates
+    versions = math.ceil(round(same_hours) / goal)
     if (concurrency, goal) == (scale.concurrency, scale.goal):
-        versions = scale.table_versions(goal)
-    elif goal == scale.goal:
-        most = scale.concurrencies[-1]
-        versions = max(3 * scale.rounds, scale.versions * concurrency // most)
-    else:
-        versions = max(scale.rounds, scale.versions * scale.goal // goal)
+        versions = max(versions, scale.table_versions(goal))
     return until_versions(AsyncFL(goal), concurrency, seed, versions)
 
 

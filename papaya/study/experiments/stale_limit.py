@@ -16,12 +16,13 @@ from papaya.sim.population import DEFAULT, STRESS, Population
 from papaya.sim.report import everyone
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Finding, Result
-from papaya.study.experiments.runs import START_S, Scale, window
+from papaya.study.experiments.runs import DRAIN_S, Scale, window
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 
 KEY = "stale-limit"
 _LIMITS: Final = (10, 50, 200)
+_START_S: Final = DRAIN_S  # the first clients have ended, so AsyncFL is in its steady state
 _SMALLER: Final = 20  # than elsewhere, C and K alike: what counts is C / K
 _POPULATIONS: Final = {"default": DEFAULT, "stress": STRESS}
 
@@ -38,9 +39,8 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
 def _plan(scale: Scale, limit: int, name: str, seed: int) -> RecordingPlan:
     goal = max(1, scale.goal // _SMALLER)
     concurrency = goal * scale.concurrency // scale.goal
-    return window(
-        AsyncFL(goal, limit), concurrency, seed, scale.window_hours / 2, _POPULATIONS[name]
-    )
+    hours, population = scale.window_hours / 2, _POPULATIONS[name]
+    return window(AsyncFL(goal, limit), concurrency, seed, hours, population, _START_S)
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
@@ -92,6 +92,6 @@ def _kept(lab: Lab, plan: RecordingPlan) -> float:
     _, examples = everyone(population, trace.task.training_timeout_s)
     edge = float(np.percentile(examples, 99))
     ends_s = 3600 * plan.hours  # of later ones, the slow had no time to come back
-    chosen = (trace.assigned_s >= START_S) & (trace.assigned_s < ends_s)
+    chosen = (trace.assigned_s >= _START_S) & (trace.assigned_s < ends_s)
     share = float((trace.clients.examples[chosen] >= edge).mean())
     return share / float((examples >= edge).mean())
