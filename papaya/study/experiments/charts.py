@@ -23,19 +23,22 @@ from papaya.sim.plots import COLORS, prepare, save
 
 Points = Sequence[tuple[float, Sequence[float]]]
 Lines = Mapping[str, Points]
+Bounds = Mapping[str, Sequence[tuple[float, float, str]]]
 _HEIGHT, _WIDTH = 3.6, 4.6
 _FEW = 12
 _INSIDE = 4
 _ROOM = 0.8
 _REGIMES = {"AsyncFL": 0, "AsyncFL, large K": 3, "SyncFL": 1, "SyncFL without": 2}
 _UNMET = "target not reached in every recorded run"
+_TRIANGLES = {"at most": "v", "at least": "^"}
 _BINS = 50
 _MARGIN = 1.15
 
 
 class Panel(NamedTuple):
     """`lines`: label -> (x, values of the seeds). `paper`: the paper's points. `even` is drawn as a
-    level at which both sides are equal. `caption` explains what could be misread.
+    level at which both sides are equal. `caption` explains what could be misread. `bounds`:
+    label -> (x, y, "at most" or "at least") where no value but a bound is known.
     """
 
     title: str
@@ -46,6 +49,7 @@ class Panel(NamedTuple):
     even: float | None = None
     from_zero: bool = True
     caption: str = ""
+    bounds: Bounds = MappingProxyType({})
 
 
 class Dots(NamedTuple):
@@ -94,6 +98,7 @@ def lines(
                 _stretch(axis, panel, falling=falling)
             _scale(axis, panel)
             _mark_places(axis, panel)
+            _mark_bounds(axis, panel, colors)
             _mark_unmet(axis, panel, colors)
             if panel.caption:
                 axis.text(
@@ -292,12 +297,24 @@ def _mark_places(axis: Axes, panel: Panel) -> None:
         axis.set_xticks([], minor=True)
 
 
+def _mark_bounds(axis: Axes, panel: Panel, colors: Mapping[str, str]) -> None:
+    """A hollow triangle that points to where the value is."""
+    labels = {bound: f"{bound} this, as a run ended before its target" for bound in _TRIANGLES}
+    for line, points in panel.bounds.items():
+        for x, y, bound in points:
+            axis.plot(
+                [x], [y], _TRIANGLES[bound], color=colors[line], mfc="none", ms=7, ls="none",
+                label=labels.pop(bound, None),
+            )  # fmt: skip
+
+
 def _mark_unmet(axis: Axes, panel: Panel, colors: Mapping[str, str]) -> None:
     """A cross at the lower edge for each line that has no value there, side by side."""
     label: str | None = _UNMET
     across = axis.get_xaxis_transform()  # x as data, y as a share of the height
     for row, (line, points) in enumerate(panel.lines.items()):
         seen = {x for x, _ in _seen(points, positive=panel.log)}
+        seen |= {x for x, _, _ in panel.bounds.get(line, ())}
         for x in (x for x, _ in points if x not in seen):
             y = 0.04 + 0.04 * row
             axis.plot(

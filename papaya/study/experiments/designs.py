@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from papaya.study.experiments import charts
-from papaya.study.experiments.result import Finding, PaperClaim, Result, ratios
+from papaya.study.experiments.result import PaperClaim, Result
 from papaya.study.experiments.runs import (
     ONE_RATE,
+    Reached,
     RegimeName,
     Scale,
     async_plan,
+    compared,
+    exact_hours,
+    hours_finding,
     name_of,
     papers_rates,
     papers_target,
@@ -61,53 +65,55 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
-    hours = {name_of(data): _hours(lab, scale, seeds, data) for data in scale.data}
-    bars = {design: [by[design] for by in hours.values()] for design in DESIGNS}
-    over = [fmean(by[OVER]) for by in hours.values()]
+    found = {name_of(data): _reached(lab, scale, seeds, data) for data in scale.data}
+    bars = {design: [exact_hours(by[design]) for by in found.values()] for design in DESIGNS}
+    over = [fmean(hours) for hours in bars[OVER]]
     papers = {SMALL: [mean / 4.3 for mean in over], LARGE: [mean / 4.3**0.5 for mean in over]}
     return Result(
         key=KEY,
         title="Hours to the target for each design",
         paper="Figure 13: number of hours to reach a target loss for different designs",
-        claims=tuple(claim for name, by in hours.items() for claim in _claims(name, by)),
+        claims=tuple(claim for name, by in found.items() for claim in _claims(name, by)),
         findings=tuple(
-            Finding(name=f"{name}, hours: {design}", values=tuple(found), unit="h")
-            for name, by in hours.items()
-            for design, found in by.items()
+            hours_finding(f"{name}, hours: {design}", runs)
+            for name, by in found.items()
+            for design, runs in by.items()
         ),
         plots=(
-            charts.bars(lab.folder, KEY, "Time to the target", "hours", list(hours), bars, papers),
+            charts.bars(lab.folder, KEY, "Time to the target", "hours", list(found), bars, papers),
         ),
         notes=(
-            "–: not within the recorded run.",
+            "At least: not within the recorded run.",
             ONE_RATE,
         ),
     )
 
 
-def _hours(lab: Lab, scale: Scale, seeds: Sequence[int], data: str) -> dict[str, list[float]]:
+def _reached(lab: Lab, scale: Scale, seeds: Sequence[int], data: str) -> dict[str, list[Reached]]:
     share = papers_target(lab, scale, data)
     found = {}
     for name in DESIGNS:
         chosen = papers_rates(lab, scale, regime_of(name), data)
         plans = [design_plan(scale, name, seed) for seed in seeds]
-        found[name] = [run.hours for run in reached(lab, share, plans, chosen, data)]
+        found[name] = reached(lab, share, plans, chosen, data)
     return found
 
 
-def _claims(name: str, hours: dict[str, list[float]]) -> list[PaperClaim]:
-    total = ratios(hours[OVER], hours[SMALL])
-    small = ratios(hours[LARGE], hours[SMALL])
+def _claims(name: str, found: dict[str, list[Reached]]) -> list[PaperClaim]:
+    total = compared(found[OVER], found[SMALL])
+    small = compared(found[LARGE], found[SMALL])
     share = tuple(
-        100 * math.log(s) / math.log(t) if 1 < t < math.inf and s > 0 else math.nan
-        for s, t in zip(small, total, strict=True)
+        100 * math.log(s) / math.log(t) if t > 1 and s > 0 else math.nan
+        for s, t in zip(small.exact, total.exact, strict=True)
     )
+    there_is_none = total.bound != "at least" and fmean(total.values) <= 1
     return [
         PaperClaim(
             statement=f"{name}: AsyncFL with small K is faster than SyncFL with over-selection",
             paper="4.3x",
             expected=4.3,
-            values=total,
+            values=total.values,
+            bound=total.bound,
         ),
         PaperClaim(
             statement=f"{name}: about half of this speedup comes from smaller K (of its logarithm)",
@@ -115,5 +121,6 @@ def _claims(name: str, hours: dict[str, list[float]]) -> list[PaperClaim]:
             expected=50.0,
             values=share,
             unit="%",
+            incomparable="there is no speedup to divide" if there_is_none else "",
         ),
     ]

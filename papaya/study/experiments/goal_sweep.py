@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from papaya.study.experiments import charts
-from papaya.study.experiments.result import Finding, PaperClaim, Result, ratios
+from papaya.study.experiments.result import PaperClaim, Result
 from papaya.study.experiments.runs import (
     ONE_RATE,
+    Reached,
     Scale,
     async_plan,
+    compared,
+    exact_hours,
+    hours_finding,
     name_of,
     papers_rates,
     papers_target,
@@ -39,18 +43,22 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         goal: [async_plan(scale, scale.concurrency, seed, goal) for seed in seeds]
         for goal in scale.goals
     }
-    hours: dict[str, dict[int, list[float]]] = {}
+    found: dict[str, dict[int, list[Reached]]] = {}
     for data in scale.data:
         chosen, share = papers_rates(lab, scale, "AsyncFL", data), papers_target(lab, scale, data)
-        hours[name_of(data)] = {
-            goal: [run.hours for run in reached(lab, share, found, chosen, data)]
-            for goal, found in plans.items()
+        found[name_of(data)] = {
+            goal: reached(lab, share, same, chosen, data) for goal, same in plans.items()
         }
-    frequency = {g: [versions_per_hour(lab, plan) for plan in found] for g, found in plans.items()}
+    frequency = {g: [versions_per_hour(lab, plan) for plan in same] for g, same in plans.items()}
     small, large = scale.goals[0], scale.goals[-1]
     panels = [
         charts.Panel(
-            "Time to the target", "hours", {n: list(by.items()) for n, by in hours.items()}
+            "Time to the target",
+            "hours",
+            {
+                n: [(goal, exact_hours(runs)) for goal, runs in by.items()]
+                for n, by in found.items()
+            },
         ),
         charts.Panel(
             "Server model updates", "updates per hour", {"AsyncFL": list(frequency.items())}
@@ -67,14 +75,15 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
                 paper="above 1",
                 expected=1.0,
                 relation="above",
-                values=ratios(by[large], by[small]),
+                values=compared(by[large], by[small]).values,
+                bound=compared(by[large], by[small]).bound,
             )
-            for name, by in hours.items()
+            for name, by in found.items()
         ),
         findings=tuple(
-            Finding(name=f"{name}: hours at K = {goal}", values=tuple(found), unit="h")
-            for name, by in hours.items()
-            for goal, found in by.items()
+            hours_finding(f"{name}: hours at K = {goal}", runs)
+            for name, by in found.items()
+            for goal, runs in by.items()
         ),
         plots=(charts.lines(lab.folder, KEY, "aggregation goal K (client updates)", panels),),
         notes=(ONE_RATE,),

@@ -12,7 +12,6 @@ were best for the small model. Every run is kept, so it can be interrupted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Final
 
 from papaya.study.experiments import charts
@@ -28,7 +27,6 @@ from papaya.study.experiments.runs import (
     learning,
     met,
     name_of,
-    rates,
     target_loss,
     target_of,
     tuned_for_time,
@@ -62,7 +60,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         tuned = {regime: _tuned(lab, scale, regime, c, share, data) for regime in PLANS}
         checks += [found.check(f"{regime} at {c}") for regime, found in tuned.items()]
         pairs.append(_pair(lab, scale, seeds, c, tuned, share, data))
-    line = {f"{name_of(data)}, tuned rates": [(p.concurrency, p.speedup) for p in pairs]}
+    line = {f"{name_of(data)}, tuned rates": [(p.concurrency, p.speedup.exact) for p in pairs]}
     panel = charts.Panel(
         f"Speedup, LSTM “{scale.lstm}”",
         "hours of SyncFL ÷ hours of AsyncFL",
@@ -94,15 +92,28 @@ def _tuned(
     """The fewest hours to the target, with the first moment of the small model."""
     plans = [PLANS[regime](scale, concurrency, seed) for seed in tuning_seeds(scale)]
     grid = scale.sync_grid if regime == "SyncFL" else scale.async_grid
-    moment = tuned_for_time(lab, plans, grid, share, data).rates.optimizer.beta1
-    runs = [
-        _run(scale, plan, rates(rate, moment, LSTM_CLIENT), data) for rate in grid for plan in plans
-    ]
-    return best_of(lab, runs, hours_to(lab, share, data))
+    whole = concurrency == scale.concurrency
+    small = tuned_for_time(lab, plans, grid, share, data, whole=whole)
+
+    def runs(chosen: Rates) -> list[Run]:
+        return [_run(lab, scale, plan, chosen, share, data) for plan in plans]
+
+    moments = (small.rates.optimizer.beta1,)
+    return best_of(lab, grid, moments, runs, hours_to(lab, share, data), LSTM_CLIENT)
 
 
-def _run(scale: Scale, plan: RecordingPlan, chosen: Rates, data: str) -> Run:
-    return learning(plan, chosen, model=scale.lstm, data=data, evaluations=_EVALUATIONS)
+def _run(
+    lab: Lab, scale: Scale, plan: RecordingPlan, chosen: Rates, share: float, data: str
+) -> Run:
+    """It ends at its target: nothing else is read from it."""
+    return learning(
+        plan,
+        chosen,
+        model=scale.lstm,
+        data=data,
+        evaluations=_EVALUATIONS,
+        target=target_loss(lab, plan, share, data),
+    )
 
 
 def _pair(
@@ -117,8 +128,8 @@ def _pair(
     sides = []
     for regime, make in PLANS.items():
         plans = [make(scale, concurrency, seed) for seed in seeds]
-        run_of = partial(_run, scale, chosen=tuned[regime].rates, data=data)
-        outcomes = lab.learn([run_of(plan) for plan in plans])
+        chosen = tuned[regime].rates
+        outcomes = lab.learn([_run(lab, scale, plan, chosen, share, data) for plan in plans])
         losses = [target_loss(lab, plan, share, data) for plan in plans]
         sides.append([met(o.curve, loss) for o, loss in zip(outcomes, losses, strict=True)])
     return Pair(concurrency, *sides)
@@ -134,7 +145,8 @@ def _claims(pairs: list[Pair]) -> list[PaperClaim]:
             else "between 2x and 5x",
             expected=_PAPERS.get(pair.concurrency, 1.0),
             relation="about" if pair.concurrency in _PAPERS else "above",
-            values=pair.speedup,
+            values=pair.speedup.values,
+            bound=pair.speedup.bound,
         )
         for pair in pairs
     ]

@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
 ClaimVerdict: TypeAlias = Literal["agrees", "differs", "not comparable"]
+Bound: TypeAlias = Literal["", "at most", "at least"]
+"""What is known of a number if a run ended before its target; empty if the number is exact."""
 
 TOLERANCE: Final = 0.25
 _LEAST_SEEDS: Final = 3
@@ -31,11 +33,13 @@ _NORMAL: Final = 1.960
 
 class Seeds(Struct, frozen=True, kw_only=True):
     """One number for each seed. None, as JSON has it, stands for what is no number, such as hours
-    to a target that was not reached.
+    to a target that was not reached. `bound`: the mean is only known to be at most or at least that
+    of the values.
     """
 
     values: tuple[float | None, ...]
     unit: str = ""
+    bound: Bound = ""
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -47,17 +51,23 @@ class Seeds(Struct, frozen=True, kw_only=True):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % confidence interval of the mean over seeds; not a number with one seed."""
+        """The 95 % confidence interval of the mean over seeds, open on the side of a bound; not a
+        number with one seed.
+        """
         count = len(self.numbers)
         if count < 2 or not all(map(math.isfinite, self.numbers)):
             return math.nan, math.nan
         student = _STUDENT[count - 1] if count <= len(_STUDENT) else _NORMAL
         half = student * stdev(self.numbers) / math.sqrt(count)
-        return self.mean - half, self.mean + half
+        low = -math.inf if self.bound == "at most" else self.mean - half
+        high = math.inf if self.bound == "at least" else self.mean + half
+        return low, high
 
     def __str__(self) -> str:
         unit = f" {self.unit}" if self.unit else ""
         low, high = self.interval
+        if self.bound:
+            return f"{self.bound} {number(self.mean)}{unit}"
         if not math.isfinite(low):
             return number(self.mean) + unit
         return f"{number(self.mean)}{unit} ({number(low)} to {number(high)})"
@@ -91,15 +101,18 @@ class PaperClaim(Seeds, frozen=True, kw_only=True):
 
         *About*: agrees if the paper's number lies in our interval, or our mean within a quarter of
         the paper's number. *Above* and *below*: agrees if the whole interval does, differs if none
-        of it does. Not comparable: fewer than three seeds, a target that was not reached, an
-        interval that decides nothing, or a stated reason.
+        of it does. Where a run ended before its target, our number is a bound, the interval is open
+        on one side, and an *about* can only differ. Not comparable: fewer than three seeds, neither
+        of two runs at its target, an interval that decides nothing, or a stated reason.
         """
         low, high = self.interval
-        if self.incomparable or len(self.values) < _LEAST_SEEDS or not math.isfinite(low):
+        if self.incomparable or len(self.values) < _LEAST_SEEDS or math.isnan(low):
             return "not comparable"
         if self.relation == "about":
             is_near = abs(self.mean - self.expected) <= TOLERANCE * abs(self.expected)
-            return "agrees" if is_near or low <= self.expected <= high else "differs"
+            if not (is_near or low <= self.expected <= high):
+                return "differs"
+            return "not comparable" if self.bound else "agrees"
         if low <= self.expected <= high:
             return "not comparable"
         return "agrees" if (low > self.expected) == (self.relation == "above") else "differs"
@@ -110,7 +123,9 @@ class PaperClaim(Seeds, frozen=True, kw_only=True):
         if self.incomparable or self.verdict != "not comparable":
             return self.incomparable
         if not all(map(math.isfinite, self.numbers)):
-            return "a run ended before it reached its target"
+            return "runs ended before they reached their targets"
+        if self.bound:
+            return "a run ended before it reached its target, and the bound does not decide"
         if len(self.values) < _LEAST_SEEDS:
             return f"fewer than {_LEAST_SEEDS} seeds"
         return "the interval over seeds contains the paper's bound"
@@ -158,6 +173,47 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> tuple[float, ...]:
     return tuple(
         a / b if b and math.isfinite(b) and math.isfinite(a) else math.nan for a, b in pairs
     )
+
+
+class Ratios(NamedTuple):
+    """One ratio for each seed; with a bound, the mean is at most or at least theirs."""
+
+    values: tuple[float, ...]
+    bound: Bound = ""
+
+    @property
+    def exact(self) -> tuple[float, ...]:
+        """Not numbers if they are only bounds."""
+        return (math.nan,) * len(self.values) if self.bound else self.values
+
+    @property
+    def changes(self) -> Ratios:
+        """In percent."""
+        return Ratios(tuple(100 * (value - 1) for value in self.values), self.bound)
+
+    def over(self, other: Ratios) -> Ratios:
+        """The ratios of two ratios."""
+        return _bounded(ratios(self.values, other.values), self.bound, _INVERSE[other.bound])
+
+
+_INVERSE: Final[dict[Bound, Bound]] = {"": "", "at most": "at least", "at least": "at most"}
+
+
+def bounded_ratios(
+    above: Sequence[tuple[float, bool]], below: Sequence[tuple[float, bool]]
+) -> Ratios:
+    """Seed by seed, of (number, whether it is exact): a number that is not is at least this."""
+    values = ratios([value for value, _ in above], [value for value, _ in below])
+    top: Bound = "" if all(is_exact for _, is_exact in above) else "at least"
+    bottom: Bound = "" if all(is_exact for _, is_exact in below) else "at least"
+    return _bounded(values, top, _INVERSE[bottom])
+
+
+def _bounded(values: tuple[float, ...], above: Bound, below: Bound) -> Ratios:
+    """`below` is the bound on one divided by what is below. Opposite bounds say nothing."""
+    if above and below and above != below:
+        return Ratios((math.nan,) * len(values))
+    return Ratios(values, above or below)
 
 
 def changes(after: Sequence[float], before: Sequence[float]) -> tuple[float, ...]:

@@ -36,7 +36,7 @@ from papaya.errors import InvariantError
 from papaya.learning.definition import ClientSGD
 from papaya.sim.cluster import ClusterConfig
 from papaya.sim.population import DEFAULT, PopulationConfig
-from papaya.study.experiments.result import Check, number
+from papaya.study.experiments.result import Check, Finding, Ratios, bounded_ratios, number
 from papaya.study.lab import Lab
 from papaya.study.replay import EVALUATIONS, Curve, Point, Rates
 from papaya.study.run import UNBOUNDED, RecordingPlan, Run, RunResult
@@ -59,6 +59,7 @@ class Scale(Struct, frozen=True, kw_only=True):
     fixed_hour         at which the losses of the training curves are compared
     curve_model        the model of the training curves
     lstm               the model of the speedup on real text, at the concurrencies that follow
+    languages          with which the experiment on sensitivity repeats each run
     left_out           experiments that `all` leaves out: they run only by name
     text               the name of the real text (workloads/paper.py); none if empty
     """
@@ -81,6 +82,7 @@ class Scale(Struct, frozen=True, kw_only=True):
     curve_model: Model
     lstm: Model
     lstm_concurrencies: tuple[int, ...]
+    languages: int = 5
     left_out: tuple[str, ...] = ()
     text: str = ""
 
@@ -121,7 +123,8 @@ QUICK: Final = Scale(
     async_grid=_grid(_QUICK_RATE / 16, 7, 2.0),
     curve_model="embedding",
     lstm="small-lstm",
-    lstm_concurrencies=(1300,),
+    lstm_concurrencies=(130, 1300),  # as many as fit into 1,200 CPU-seconds (0.8 ms per update)
+    languages=3,
     left_out=("lstm-speedup", "privacy"),
 )
 
@@ -185,9 +188,11 @@ def learning(
     language: int | None = None,
     updates: int = UNBOUNDED,
     evaluations: int = EVALUATIONS,
+    target: float | None = None,
 ) -> Run:
     """Learn along the whole recording, or from at most `updates`: so that experiments share runs,
-    targets are looked for in the curve. `language` is the seed of the language and of everybody's
+    targets are looked for in the curve. A run that serves one search alone ends at its `target`.
+    `language` is the seed of the language and of everybody's
     data, the plan's own unless given.
     """
     return Run(
@@ -197,6 +202,8 @@ def learning(
         rates=rates,
         updates=updates,
         evaluations=evaluations,
+        target=target,
+        curve_only=True,
     )
 
 
@@ -237,6 +244,7 @@ LSTM_CLIENT: Final = ClientSGD(rate=2.0)
 _EPSILON: Final = 1e-5
 MOMENTS: Final = (0.0, 0.9)
 NEVER_H: Final = 1e6  # hours: longer than any run
+_MOST_STEPS: Final = 6  # by which a grid of rates may grow
 TUNING_SEED: Final = 1001  # tuning never sees a seed that is reported
 
 
@@ -244,11 +252,12 @@ RegimeName: TypeAlias = Literal["SyncFL", "AsyncFL"]
 
 
 class Reached(NamedTuple):
-    """When a run met the target: infinity if it never did."""
+    """When a run met the target; if it is not there, where it ended."""
 
     hours: float
     trips: float
     versions: float
+    is_there: bool = True
 
 
 def rates(rate: float, beta1: float = 0.0, client: ClientSGD = CLIENT) -> Rates:
@@ -330,7 +339,8 @@ def met(curve: Curve, loss: float) -> Reached:
     """
     point = curve.reached(loss)
     if point is None:
-        return Reached(math.inf, math.inf, math.inf)
+        end = curve.points[-1]
+        return Reached(end.hours, end.trips, end.version, is_there=False)
     before = curve.points[max(0, curve.points.index(point) - 1)]
     fallen = before.quality.all - point.quality.all
     share = (before.quality.all - loss) / fallen if fallen > 0 else 1.0
@@ -339,6 +349,31 @@ def met(curve: Curve, loss: float) -> Reached:
         before.trips + share * (point.trips - before.trips),
         before.version + share * (point.version - before.version),
     )
+
+
+def compared(
+    above: Sequence[Reached], below: Sequence[Reached], what: Literal["hours", "trips"] = "hours"
+) -> Ratios:
+    """Seed by seed. A run that is not there needs at least what it had."""
+    return bounded_ratios(
+        [(getattr(one, what), one.is_there) for one in above],
+        [(getattr(one, what), one.is_there) for one in below],
+    )
+
+
+def hours_finding(name: str, found: Sequence[Reached]) -> Finding:
+    is_there = all(one.is_there for one in found)
+    return Finding(
+        name=name,
+        values=tuple(one.hours for one in found),
+        unit="h",
+        bound="" if is_there else "at least",
+    )
+
+
+def exact_hours(found: Sequence[Reached]) -> list[float]:
+    """For a chart: not a number where the target was not reached."""
+    return [one.hours if one.is_there else math.nan for one in found]
 
 
 def after_updates(curve: Curve, updates: float) -> Point:
@@ -373,7 +408,8 @@ def tuning_seeds(scale: Scale) -> range:
 class Tuned(NamedTuple):
     """The best rates of a grid. `score`: the mean over the tuning seeds, the lower the better.
 
-    An optimum on the edge of the grid may not be the optimum, so it fails the check.
+    While the optimum is on the edge of the grid, the grid gets one more rate there. If it is still
+    there after `_MOST_STEPS`, it may not be the optimum, and fails the check.
     """
 
     rates: Rates
@@ -424,7 +460,8 @@ def papers_rates(
     """Adam's rate, with the first moment that needs the fewest hours to the target."""
     plans = [regime_plan(scale, regime, seed) for seed in tuning_seeds(scale)]
     grid = (scale.common_rate,)
-    tuned = tuned_for_time(lab, plans, grid, papers_target(lab, scale, data), data)
+    share = papers_target(lab, scale, data)
+    tuned = tuned_for_time(lab, plans, grid, share, data, whole=True)
     return rates(scale.common_rate, tuned.rates.optimizer.beta1, client)
 
 
@@ -434,10 +471,19 @@ def tuned_for_time(
     grid: Sequence[float],
     share: float,
     data: str = HEADLINE,
+    *,
+    whole: bool = False,
 ) -> Tuned:
-    """The fewest hours until this share of the reducible loss is left."""
-    runs = [learning(plan, chosen, data=data) for chosen in candidates(grid) for plan in plans]
-    return best_of(lab, runs, hours_to(lab, share, data))
+    """The fewest hours until this share of the reducible loss is left. `whole`: runs do not end
+    there, because other experiments need them.
+    """
+    targets = [None if whole else target_loss(lab, plan, share, data) for plan in plans]
+
+    def runs(chosen: Rates) -> list[Run]:
+        pairs = zip(plans, targets, strict=True)
+        return [learning(plan, chosen, data=data, target=target) for plan, target in pairs]
+
+    return best_of(lab, grid, MOMENTS, runs, hours_to(lab, share, data))
 
 
 def hours_to(lab: Lab, share: float, data: str) -> Callable[[RunResult], float]:
@@ -445,8 +491,8 @@ def hours_to(lab: Lab, share: float, data: str) -> Callable[[RunResult], float]:
 
     def hours(outcome: RunResult) -> float:
         loss = target_loss(lab, outcome.run.recording_plan, share, data)
-        found = met(outcome.curve, loss).hours
-        return found if math.isfinite(found) else NEVER_H + outcome.end.all
+        found = met(outcome.curve, loss)
+        return found.hours if found.is_there else NEVER_H + outcome.end.all
 
     return hours
 
@@ -463,23 +509,47 @@ def tuned_for_loss(
     def loss(outcome: RunResult) -> float:
         return after_updates(outcome.curve, updates).quality.all
 
-    runs = [learning(plan, chosen, data=data) for chosen in candidates(grid) for plan in plans]
-    return best_of(lab, runs, loss)
+    def runs(chosen: Rates) -> list[Run]:
+        return [learning(plan, chosen, data=data) for plan in plans]
+
+    return best_of(lab, grid, MOMENTS, runs, loss)
 
 
-def candidates(grid: Sequence[float]) -> list[Rates]:
-    """Every rate with every first moment."""
-    return [rates(rate, beta1) for beta1, rate in product(MOMENTS, grid)]
+def best_of(
+    lab: Lab,
+    grid: Sequence[float],
+    moments: Sequence[float],
+    runs: Callable[[Rates], list[Run]],
+    score: Callable[[RunResult], float],
+    client: ClientSGD = CLIENT,
+) -> Tuned:
+    """The rates with the lowest mean score. A grid of several rates grows by one where the best is
+    on its edge, by the factor between its neighbours, at most `_MOST_STEPS` times.
+    """
+    every = sorted(grid)
+    for _ in range(_MOST_STEPS):
+        tuned = _best_in(lab, every, moments, runs, score, client)
+        if len(every) < 2 or not tuned.is_on_edge:
+            return tuned
+        factor = every[1] / every[0]
+        is_lowest = tuned.rates.optimizer.rate == every[0]
+        every = [every[0] / factor, *every] if is_lowest else [*every, every[-1] * factor]
+    return _best_in(lab, every, moments, runs, score, client)
 
 
-def best_of(lab: Lab, runs: Sequence[Run], score: Callable[[RunResult], float]) -> Tuned:
-    """The rates with the lowest mean score."""
+def _best_in(
+    lab: Lab,
+    grid: Sequence[float],
+    moments: Sequence[float],
+    runs: Callable[[Rates], list[Run]],
+    score: Callable[[RunResult], float],
+    client: ClientSGD,
+) -> Tuned:
+    wanted = [rates(rate, beta1, client) for beta1, rate in product(moments, grid)]
     scores: dict[Rates, list[float]] = {}
-    for outcome in lab.learn(runs):
+    for outcome in lab.learn([run for chosen in wanted for run in runs(chosen)]):
         is_whole = outcome.curve.diverged is None
         scores.setdefault(outcome.run.rates, []).append(score(outcome) if is_whole else math.inf)
     means = {chosen: fmean(found) for chosen, found in scores.items()}
     best = min(means, key=lambda chosen: means[chosen])
-    grid = sorted(chosen.optimizer.rate or 0.0 for chosen in means)
-    is_on_edge = best.optimizer.rate in (grid[0], grid[-1])
-    return Tuned(best, means[best], is_on_edge or means[best] >= NEVER_H)
+    return Tuned(best, means[best], best.optimizer.rate in (grid[0], grid[-1]))

@@ -22,8 +22,10 @@ from papaya.study.experiments.model_quality import method_plan as plan_of
 from papaya.study.experiments.result import Finding, Result, ratios
 from papaya.study.experiments.runs import (
     HEADLINE,
+    Reached,
     Scale,
     after_updates,
+    compared,
     learning,
     met,
     papers_rates,
@@ -58,6 +60,7 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
+    seeds = seeds[: scale.languages]
     worse, better = _table(lab, scale, seeds)
     target = papers_target(lab, scale)
     speedup = _speedup(lab, scale, seeds, (*_SHARES, target))
@@ -181,15 +184,15 @@ def _speedup(
     wanted = {(name, cell): run_of(name, cell) for name in chosen for cell in _cells(seeds)}
     learnt = dict(zip(wanted, lab.learn(wanted.values()), strict=True))
 
-    def hours(name: str, place: _Place, share: float) -> list[float]:
+    def runs(name: str, place: _Place, share: float) -> list[Reached]:
         plan, found = plan_of(scale, name, seeds[0]), []
         for seed in seeds:
             loss = target_loss(lab, plan, share, place[0], seed)
-            found.append(met(learnt[name, Cell(*place, seed)].curve, loss).hours)
+            found.append(met(learnt[name, Cell(*place, seed)].curve, loss))
         return found
 
     return {
-        place: {s: ratios(hours(OVER, place, s), hours(ASYNC, place, s)) for s in shares}
+        place: {s: compared(runs(OVER, place, s), runs(ASYNC, place, s)).exact for s in shares}
         for place in product(_DIALECTS, _FACTORS)
     }
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Literal
 
 from papaya.study.experiments import charts
-from papaya.study.experiments.result import Finding, PaperClaim, Result, changes
+from papaya.study.experiments.result import Finding, PaperClaim, Result
 from papaya.study.experiments.runs import (
     ONE_RATE,
     Reached,
     Scale,
+    compared,
+    exact_hours,
     name_of,
     papers_rates,
     papers_target,
@@ -37,23 +40,26 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     found = {name_of(data): _measure(lab, scale, seeds, data) for data in scale.data}
-    hours = {name: {c: [r.hours for r in at] for c, at in by.items()} for name, by in found.items()}
+    hours = {name: {c: exact_hours(at) for c, at in by.items()} for name, by in found.items()}
     trips = {name: {c: [r.trips for r in at] for c, at in by.items()} for name, by in found.items()}
     low, high = scale.concurrencies[-2:]
     first = scale.concurrencies[0]
 
-    def claim(name: str, what: str, papers: float, values: dict[int, list[float]]) -> PaperClaim:
+    def claim(name: str, what: str, papers: float, unit: Literal["hours", "trips"]) -> PaperClaim:
+        change = compared(found[name][high], found[name][low], unit).changes
         return PaperClaim(
             statement=f"{name}: from {low} to {high} clients, {what}",
             paper=f"{papers:+g} %",
             expected=papers,
-            values=changes(values[high], values[low]),
+            values=change.values,
+            bound=change.bound,
             unit="%",
         )
 
-    def finding(name: str, what: str, values: dict[int, list[float]]) -> Finding:
-        found = changes(values[high], values[first])
-        return Finding(name=f"{name}: {what}, {first} to {high}", values=found, unit="%")
+    def finding(name: str, what: str, unit: Literal["hours", "trips"]) -> Finding:
+        values, bound = compared(found[name][high], found[name][first], unit).changes
+        text = f"{name}: {what}, {first} to {high}"
+        return Finding(name=text, values=values, bound=bound, unit="%")
 
     panels = [
         charts.Panel(
@@ -78,14 +84,14 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
             one
             for name in found
             for one in (
-                claim(name, "training time falls", -17.0, hours[name]),
-                claim(name, "communication trips grow", 73.0, trips[name]),
+                claim(name, "training time falls", -17.0, "hours"),
+                claim(name, "communication trips grow", 73.0, "trips"),
             )
         ),
         findings=tuple(
             one
             for name in found
-            for one in (finding(name, "time", hours[name]), finding(name, "trips", trips[name]))
+            for one in (finding(name, "time", "hours"), finding(name, "trips", "trips"))
         ),
         plots=(charts.by_concurrency(lab.folder, KEY, panels),),
         notes=(

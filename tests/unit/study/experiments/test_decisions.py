@@ -14,18 +14,21 @@ from papaya.cli.main import main
 from papaya.sim.report import ks_statistic
 from papaya.study.experiments import model_quality, speedup
 from papaya.study.experiments.model_quality import TableRow
-from papaya.study.experiments.result import PaperClaim
-from papaya.study.experiments.runs import Reached, met, rates
+from papaya.study.experiments.result import Bound, PaperClaim, Ratios
+from papaya.study.experiments.runs import Reached, compared, met, rates
 from papaya.study.experiments.speedup import Pair, SpeedupCase, claims
 from papaya.study.fairness import weighted_ks
 from papaya.study.replay import Curve, Point
 from papaya.study.workloads.base import Quality
 
-NEVER = Reached(math.inf, math.inf, math.inf)
-
 
 def took(hours: float) -> Reached:
     return Reached(hours, 1000 * hours, 10 * hours)
+
+
+def ended(hours: float) -> Reached:
+    """Before it reached its target."""
+    return took(hours)._replace(is_there=False)
 
 
 def claim(values: tuple[float, ...], relation: str = "about", expected: float = 5.0) -> PaperClaim:
@@ -63,6 +66,41 @@ def test_one_rule_decides_what_became_of_a_claim(
     assert bool(found.why) == (verdict == "not comparable")
 
 
+@pytest.mark.parametrize(
+    ("values", "bound", "relation", "verdict"),
+    [
+        ((1.0, 1.1, 1.2), "at most", "about", "differs"),  # the paper's 5 is above the bound
+        ((4.0, 4.1, 4.2), "at most", "about", "not comparable"),  # within a quarter
+        ((6.5, 6.6, 6.7), "at most", "about", "not comparable"),  # it may be 5
+        ((6.5, 6.6, 6.7), "at least", "about", "differs"),
+        ((1.0, 1.1, 1.2), "at most", "above", "differs"),
+        ((5.5, 5.6, 5.7), "at most", "above", "not comparable"),
+        ((5.5, 5.6, 5.7), "at least", "above", "agrees"),
+        ((1.0, 1.1, 1.2), "at most", "below", "agrees"),
+    ],
+)
+def test_a_bound_decides_a_claim_only_where_it_excludes_the_other_side(
+    values: tuple[float, ...], bound: Bound, relation: str, verdict: str
+) -> None:
+    found = structs.replace(claim(values, relation), bound=bound)
+    assert found.verdict == verdict
+    assert bool(found.why) == (verdict == "not comparable")
+    assert str(found).startswith(f"{bound} ")
+
+
+def test_a_run_that_ended_early_bounds_a_ratio_on_one_side() -> None:
+    whole, early = [took(2.0)] * 3, [took(2.0), took(2.0), ended(4.0)]
+    assert compared(whole, early) == Ratios((1.0, 1.0, 0.5), "at most")
+    assert compared(early, whole) == Ratios((1.0, 1.0, 2.0), "at least")
+    assert compared(early, whole, "trips").bound == "at least"
+    assert all(map(math.isnan, compared(early, early).values))
+    assert all(map(math.isnan, compared(whole, early).exact))
+    growth = compared(whole, early).over(compared(whole, whole))
+    assert growth == Ratios((1.0, 1.0, 0.5), "at most")
+    assert compared(whole, whole).over(compared(whole, early)).bound == "at least"
+    assert compared(whole, early).changes == Ratios((0.0, 0.0, -50.0), "at most")
+
+
 def test_a_stated_reason_makes_a_claim_incomparable() -> None:
     found = structs.replace(claim((5.0, 5.0, 5.0)), incomparable="another text")
     assert (found.verdict, found.why) == ("not comparable", "another text")
@@ -81,8 +119,10 @@ def test_the_gap_widens_or_it_does_not() -> None:
     assert [one.verdict for one in widens] == ["agrees", "agrees", "agrees", "differs", "agrees"]
     shrinks = claims(case, [three(100, 5.0), three(200, 2.0)])
     assert shrinks[-1].verdict == "differs"
-    never = claims(case, [three(100, 2.0), Pair(200, [NEVER] * 3, [took(1.0)] * 3)])
-    assert {one.verdict for one in never[2:]} == {"not comparable"}
+    slow = claims(case, [three(100, 2.0), Pair(200, [took(1.0)] * 3, [ended(1.0)] * 3)])
+    assert {one.verdict for one in slow[2:]} == {"differs"}
+    open_ = claims(case, [three(100, 2.0), Pair(200, [took(9.0)] * 3, [ended(1.0)] * 3)])
+    assert {one.verdict for one in open_[2:]} == {"not comparable"}
 
 
 def three(concurrency: int, speedup: float) -> Pair:
@@ -92,14 +132,14 @@ def three(concurrency: int, speedup: float) -> Pair:
 
 def test_speedup_is_trips_gain_times_throughput() -> None:
     pair = Pair(100, [Reached(6.0, 900.0, 9.0)], [Reached(2.0, 100.0, 1.0)])
-    [gain], [trips], [throughput] = pair.speedup, pair.trips_gain, pair.throughput
+    [gain], [trips], [throughput] = pair.speedup.values, pair.trips_gain.values, pair.throughput
     assert gain == pytest.approx(trips * throughput)
     assert (gain, trips) == (3.0, 9.0)
 
 
-def test_a_pair_that_never_met_its_target_has_no_speedup() -> None:
-    pair = Pair(100, [took(1.0)], [NEVER])
-    assert all(math.isnan(found[0]) for found in (pair.speedup, pair.trips_gain, pair.throughput))
+def test_a_pair_that_never_met_its_target_has_only_a_bound() -> None:
+    pair = Pair(100, [took(1.0)], [ended(1.0)])
+    assert (pair.speedup.bound, pair.trips_gain.bound) == ("at most", "at most")
     case, reached = SpeedupCase("weak", "tuned", 0.1), Pair(50, [took(1.0)], [took(1.0)])
     assert "C = 100" in speedup.unmet({case: [reached, pair]})[0]
     assert speedup.unmet({case: [reached]}) == []
@@ -147,7 +187,7 @@ def test_a_target_between_two_judged_versions_is_met_between_them() -> None:
     curve = Curve("made up", rates(0.01), points, ())
     assert met(curve, 3.5) == pytest.approx(Reached(0.5, 100.0, 5.0))
     assert met(curve, 4.5).hours == 0.0
-    assert met(curve, 1.0) == NEVER
+    assert met(curve, 1.0) == Reached(3.0, 600, 30, is_there=False)
 
 
 def test_the_command_tells_by_its_exit_code_and_names_what_there_is(
