@@ -197,23 +197,34 @@ class ExampleStore:
 
     def state_of(self, task: str, run: str) -> bytes:
         """What this device keeps of a task, in this run of it; empty if it keeps nothing."""
-        select = "SELECT state FROM device_state WHERE task = ? AND run = ?"
         with self._file.transaction():
-            found = self._file.rows(select, task, run)
-        return found[0][0] if found else b""
+            return self._state(task, run)
 
-    def keep_state(self, task: str, run: str, collection: str, state: bytes, now: float) -> None:
+    def keep_state(
+        self,
+        task: str,
+        run: str,
+        collection: str,
+        state: bytes,
+        began_at: float,
+        trained_from: bytes = b"",
+    ) -> None:
         """Keep this in place of the task's previous state, also of another run. It is deleted with
         its collection, and when the first state of the run has reached the greatest age of an
         example: otherwise each state could pass on what the device has deleted.
+
+        `began_at`: when its training began. `trained_from`: the state that it continues. If that
+        was deleted or replaced in the meantime, nothing is kept.
         """
         with self._current():
             self._policy(collection)
+            if trained_from and self._state(task, run) != trained_from:
+                return
             self._file.change(
                 "INSERT INTO device_state VALUES (?, ?, ?, ?, ?) ON CONFLICT (task) DO UPDATE SET "
                 "began_at = iif(run = excluded.run, began_at, excluded.began_at), "
                 "run = excluded.run, collection = excluded.collection, state = excluded.state",
-                *(task, run, collection, now, state),
+                *(task, run, collection, began_at, state),
             )
 
     def sweep(self, now: float) -> None:
@@ -233,6 +244,12 @@ class ExampleStore:
         with self._file.transaction():
             self._policies = {name: self._parsed(text) for name, text in self._file.rows(select)}
             yield
+
+    def _state(self, task: str, run: str) -> bytes:
+        select = "SELECT state FROM device_state WHERE task = ? AND run = ?"
+        found = self._file.rows(select, task, run)
+        state: bytes = found[0][0] if found else b""
+        return state
 
     def _add(
         self, collection: str, examples: Iterable[bytes], now: float, *, only_new: bool

@@ -84,6 +84,17 @@ class Equipment(NamedTuple):
     account: PrivacyAccount | None = None
 
 
+class _LeftState(NamedTuple):
+    """The arguments of `ExampleStore.keep_state`."""
+
+    task: str
+    run: str
+    collection: str
+    state: bytes
+    began_at: float
+    trained_from: bytes
+
+
 class DeviceVisit:
     """One visit. If cancelled, it stops without a message, like a device that lost its power."""
 
@@ -112,7 +123,8 @@ class DeviceVisit:
         # Was the cost of this participation written to the ledger?
         self._is_charged = False
         self._planned: PlannedUse | None = None  # what it trained or sealed under
-        self._device_state = b""  # what training leaves on the device
+        # What training leaves on the device, until the update is counted.
+        self._left: _LeftState | None = None
         self._finish: Finish | None = None
 
     async def run(self) -> Finish:
@@ -163,6 +175,8 @@ class DeviceVisit:
                     if not await self._remember(effect):
                         break
                 case Finish():
+                    if effect.ending == "counted":
+                        await self._keep_state()
                     self._finish = effect
         if self.machine.stage is not self._stage:
             self._stage = self.machine.stage
@@ -325,6 +339,7 @@ class DeviceVisit:
                 self._planned = self._use()
                 terms = self._planned.terms
                 length = trained_length(terms, joined)
+                began_at = self._process.now()
                 state = await asyncio.to_thread(store.state_of, self._state_name(program), program)
                 assignment = TrainingRequest(
                     effect.task,
@@ -341,8 +356,15 @@ class DeviceVisit:
                     device_state=state,
                 )
                 trained = await self._equipment.trainer.train(assignment, store)
-                if not joined.evaluates:
-                    self._device_state = trained.device_state
+                if trained.device_state and terms and terms.collection and not joined.evaluates:
+                    self._left = _LeftState(
+                        self._state_name(program),
+                        program,
+                        terms.collection,
+                        trained.device_state,
+                        began_at,
+                        state,
+                    )
             _check_update(trained, length)
             trained = uploaded(trained, terms, joined)
             _check_update(trained, joined.update_length)
@@ -360,18 +382,15 @@ class DeviceVisit:
         return program if bundle is None else f"{bundle.manifest.owner}/{bundle.manifest.task}"
 
     async def _keep_state(self) -> None:
-        """Before the participation: a state without one has only been trained once more."""
-        joined, store = self.machine.joined, self._equipment.store
-        assert joined is not None
-        program = task_of(joined.parameters)
-        terms = self._equipment.trainer.terms(program)
-        if self._device_state and terms is not None and terms.collection:
-            await asyncio.to_thread(
-                store.keep_state,
-                *(self._state_name(program), program, terms.collection),
-                *(self._device_state, self._process.now()),
-            )
-            self._device_state = b""
+        """Once the server has acknowledged the update: an update that is not counted must not
+        change what the device keeps. If it is lost here, the device trains from the earlier state.
+        """
+        if self._left is None:
+            return
+        try:
+            await asyncio.to_thread(self._equipment.store.keep_state, *self._left)
+        except PapayaError as error:
+            self.detail = f"the update is counted, its state is not kept: {in_words(error)}"
 
     def _training_s(self, program: TaskId, asked_s: float) -> float:
         """The time that the server gives, and not more than the task's owner has signed."""
@@ -407,7 +426,6 @@ class DeviceVisit:
         history = self._equipment.history
         try:
             await self._spend()
-            await self._keep_state()
             await asyncio.to_thread(history.remember, effect.task, effect.participated)
         except PapayaError as error:
             self._fail(error, "storage")

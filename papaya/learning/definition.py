@@ -289,6 +289,9 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
     base model, under their names in the model. They replace those that `model` makes, and travel to
     devices in a file of their own. The path is relative to the task file.
 
+    `train`: a training loop of your own, which changes the module in place
+    (`papaya/learning/torch/local_training.py`). Only for the torch engine.
+
     `personal`: patterns of names of parameters that stay on the device, such as "head.*". Each
     device trains its own and keeps them between participations. `batch_norm`: what happens to the
     running statistics of BatchNorm: "averaged", as parameters are, or "local", kept on the device.
@@ -324,6 +327,7 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
     metrics: Mapping[str, Metric | Callable[..., Any]] = {}
     perplexity: bool = False
     frozen: str | None = None
+    train: Callable[[Any], object] | None = None
     personal: Sequence[str] = ()
     batch_norm: Literal["local", "averaged"] | None = None
     privacy: Privacy | None = None
@@ -336,9 +340,10 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
     def __post_init__(self) -> None:
         if self.privacy is not None and self.clip is None:
             structs.force_setattr(self, "clip", self.privacy.clip)
-        for field in ("model", "loss"):
+        for field in ("model", "loss", "train"):
             value = getattr(self, field)
-            require(callable(value), field, value, "must be callable", f"give a function: {field}=")
+            is_given = callable(value) or (field == "train" and value is None)
+            require(is_given, field, value, "must be callable", f"give a function: {field}=")
         require(
             callable(self.batch) or self.fields is not None,
             "batch",
@@ -375,7 +380,7 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
                 "requirements",
                 self.requirements,
                 "all others follow from this file",
-                "give only min_memory_mb and labels",
+                "give only min_memory_mb and labels; upload_bits is a field of Task",
             )
         self._check_types()
 

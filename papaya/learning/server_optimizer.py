@@ -86,15 +86,15 @@ class ServerOptimizer(ABC):
     def initial_moments(self) -> tuple[float, ...]:
         """The value with which each moment starts, in every coordinate."""
 
-    @abstractmethod
     def move(
         self, steps: int, step: Tensor, moments: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The change of the parameters at the `steps`-th step (from 1), and the next moments.
 
         Called for one block of coordinates after the other, so each coordinate must be computed
-        from its own values. Override `change` if it needs those of the others.
+        from its own values. If it needs those of the others, or its place, define `change` instead.
         """
+        raise NotImplementedError
 
     def change(
         self, steps: int, parameters: Vector, step: Vector, moments: tuple[Vector, ...]

@@ -168,6 +168,25 @@ class LoadedTask:
             hint = f"metrics are called with the module and the tensors that batch returns: {made}"
             raise _located(self.path, error, f"{what}: metrics", hint) from error
 
+    def try_loop(self) -> None:
+        """Train on `sample` if the task has a loop of its own; ConfigError says where it fails.
+
+        This is not done when a file is loaded: it computes gradients, see
+        papaya/device/fork_server.py.
+        """
+        from papaya.learning.torch.engine import TorchEngine  # imports torch
+
+        if self.task.train is None or not self.task.sample:
+            return
+        try:
+            TorchEngine(self).train(self.initial_parameters(), self.task.sample, seed=0)
+        except Exception as error:
+            raise self.loop_failed(error, "`sample`") from error
+
+    def loop_failed(self, error: Exception, what: str) -> ConfigError:
+        hint = "train is called with a LocalTraining (papaya/learning/torch/local_training.py)"
+        return _located(self.path, error, f"{what}: train", hint)
+
 
 def load_task(path: Path, frozen: Path | None = None) -> LoadedTask:
     """Run the owner's file in this process and check what it defines. Raises OperatorError.
@@ -205,7 +224,8 @@ def loaded_in_memory(task: Task) -> LoadedTask:
     """
     from papaya.learning.torch.module import checked_module
 
-    functions = (task.model, task.loss, task.batch, *task.metrics.values())
+    loops = () if task.train is None else (task.train,)
+    functions = (task.model, task.loss, task.batch, *task.metrics.values(), *loops)
     source = "\n".join(_source_of(function) for function in functions).encode()
     manifest, digest = checked_module(task)
     loaded = LoadedTask(NO_FILE, task, module_hash(source, digest), manifest, digest)

@@ -138,6 +138,7 @@ def run(options: TaskSubmitOptions) -> int:
         )
     written = loaded_from(options.file)
     loaded = with_client(written, given.client)
+    loaded.try_loop()
     batch_size = loaded.task.client.batch_size
     compiled = _compiled(options, written, batch_size, is_signed=found is not None)
     file = loaded.config() if compiled is None else loaded.config_for(decode_program(compiled))

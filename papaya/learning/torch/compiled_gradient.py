@@ -99,6 +99,8 @@ def compile_gradient(task: Task, examples: Sequence[bytes], folder: Path) -> Lib
     """
     if len(examples) < _LEAST_EXAMPLES:
         raise CannotCompile(f"tracing needs {_LEAST_EXAMPLES} examples, found {len(examples)}")
+    if task.train is not None:
+        raise CannotCompile("the task has a training loop of its own")
     module = make_module(task).train()
     parts = parts_of(task, module)
     if parts.personal or len(parts.shared_parameters) < len(parts.shared):

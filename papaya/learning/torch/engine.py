@@ -9,12 +9,11 @@ query's business. The update is clipped here, on the device, to the task's clip.
 
 Refused (OperatorError): no examples, parameters of another model, frozen tensors other than those
 that are part of the task's identity, a loss or a model that is not finite, and whatever the owner's
-`batch` and `loss` raise.
+`batch`, `loss` and `train` raise.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +23,6 @@ from papaya.learning.client_training import (
     StepDone,
     diverged,
     evaluation_batches,
-    training_batches,
     unwatched,
     update_bytes,
     used_examples,
@@ -33,16 +31,15 @@ from papaya.learning.device_state import decode_state, encode_state
 from papaya.learning.evaluation import EvaluationSums
 from papaya.learning.parameters import Manifest, Vector, is_finite
 from papaya.learning.task import LoadedTask
-from papaya.learning.torch.client_optimizer import TorchClientOptimizer
 from papaya.learning.torch.frozen import frozen_digest
+from papaya.learning.torch.local_training import LocalTraining, by_gradients, run_own_loop
 from papaya.learning.torch.module import (
-    checked_loss,
     checked_loss_and_metrics,
     make_module,
     seeded,
     tried_batch,
 )
-from papaya.learning.torch.parts import parts_of, set_batch_norms, values_of
+from papaya.learning.torch.parts import parts_of, values_of
 
 
 class TorchEngine:
@@ -89,19 +86,12 @@ class TorchEngine:
         used = used_examples(examples, self.task.client)
         self._set(parameters)
         self._module.train()
-        client = self.task.client
-        optimizer = TorchClientOptimizer(
-            client,
-            self._parts.shared_parameters,
-            client.steps(len(used)),
-            self._parts.personal_parameters,
-        )
+        local = LocalTraining(self.task, self._module, self._parts, used, seed, step_done)
         with seeded(seed), torch.enable_grad():
-            for batch in training_batches(used, client, seed, step_done):
-                set_batch_norms(self._module, len(batch))
-                with torch.autocast("cpu", torch.bfloat16, enabled=bool(client.precision)):
-                    loss = checked_loss(self.task, self._module, batch)
-                optimizer.step(self._gradients(loss, optimizer.values))
+            if self.task.train is None:
+                by_gradients(local)
+            else:
+                run_own_loop(self.task.train, local, self._parts)
         clip = self.task.clip if is_clipped else None
         update = update_bytes(values_of(self._parts.shared), parameters, clip)
         if self._personal_layout is not None:
@@ -135,13 +125,6 @@ class TorchEngine:
             values = self._initial_personal if kept is None else kept
             personal = self._personal_layout.unflatten(values)
         self._parts.fill(self.manifest.unflatten(parameters), personal)
-
-    def _gradients(
-        self, loss: torch.Tensor, values: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor | None, ...]:
-        if not math.isfinite(loss.item()):
-            raise diverged("loss")
-        return torch.autograd.grad(loss, values, allow_unused=True)
 
     def _trained_state(self, layout: Manifest) -> bytes:
         values = values_of(self._parts.personal)

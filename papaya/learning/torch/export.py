@@ -141,6 +141,12 @@ def _content_digest(loaded: LoadedTask, content: str) -> str:
 
 def _compiled(loaded: LoadedTask) -> bytes:
     task = loaded.task
+    if task.train is not None:
+        raise OperatorError(
+            "the task has a training loop of its own, and devices without torch run no code of the "
+            "task's owner",
+            hint="leave train out, or train on devices with torch: --engine torch",
+        )
     if task.fields is None:
         raise OperatorError(
             "batch is a function, and devices without torch run no code of the task's owner",

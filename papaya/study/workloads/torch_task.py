@@ -283,10 +283,12 @@ class _Trainer:
             yield
         except PapayaError:
             raise
-        except Exception:
+        except Exception as error:
             for number, example in enumerate(examples):
                 self._loaded.try_on([example], f"example {number} of {whose}")
             self._loaded.try_on(examples, f"all {len(examples)} examples of {whose}")
+            if self._loaded.task.train is not None:
+                raise self._loaded.loop_failed(error, f"examples of {whose}") from error
             raise
 
 

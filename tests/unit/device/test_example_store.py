@@ -391,6 +391,20 @@ def test_participations_do_not_renew_the_age_of_a_state() -> None:
         assert store.state_of("a", "a-2") == b"new run", "it began with its run"
 
 
+def test_a_state_does_not_outlive_the_one_that_it_continues() -> None:
+    """Training began from a state that was deleted before its update was counted."""
+    with ExampleStore(":memory:", {"text": policy()}) as store:
+        store.keep_state("a", "a-1", "text", b"old", 0.0)
+        store.sweep(100.0)
+        store.keep_state("a", "a-1", "text", b"old and more", 95.0, b"old")
+        assert store.state_of("a", "a-1") == b""
+        store.keep_state("a", "a-1", "text", b"new", 95.0)
+        store.keep_state("a", "a-1", "text", b"new and more", 120.0, b"new")
+        assert store.state_of("a", "a-1") == b"new and more"
+        store.sweep(195.0)
+        assert store.state_of("a", "a-1") == b"", "it began with its first training"
+
+
 def test_a_state_from_the_future_counts_as_begun_now() -> None:
     with ExampleStore(":memory:", {"text": policy()}) as store:
         store.keep_state("a", "a-1", "text", b"state", 1e9)

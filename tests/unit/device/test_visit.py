@@ -24,7 +24,7 @@ from papaya.learning.compression import decode_update, encode_update, session_se
 from papaya.learning.definition import TaskTerms
 from papaya.learning.parameters import FLOAT32
 from papaya.messages.base import TaskId
-from papaya.messages.participation import Aborted, Alive, Leave, Refused, Retry
+from papaya.messages.participation import Aborted, Alive, Completed, Leave, Refused, Retry
 from papaya.messages.selection import CheckIn, Rejected
 from tests.unit.device.fake_selector import (
     GRANTED,
@@ -203,33 +203,69 @@ class Keeping(Recorder):
         return structs.replace(trained, device_state=assignment.device_state + b"+")
 
 
-def test_a_state_is_kept_with_the_participation_and_given_to_the_next_training(
+def test_a_state_is_kept_once_the_update_is_counted_and_given_to_the_next_training(
     tmp_path: Path,
 ) -> None:
-    path, keeping, found = tmp_path / "device.db", Keeping(), list[tuple[bytes]]()
+    """Neither training nor an upload that the server does not count changes it."""
+    path, keeping, found = tmp_path / "device.db", Keeping(), list[list[tuple[bytes]]]()
+
+    def kept() -> list[tuple[bytes]]:
+        with closing(sqlite3.connect(path)) as database:
+            return database.execute("SELECT state FROM device_state").fetchall()
 
     async def look(request: web.Request) -> web.StreamResponse:
-        with closing(sqlite3.connect(path)) as database:
-            found.extend(database.execute("SELECT state FROM device_state").fetchall())
-        return await answer(Refused("enough seen"))(request)
+        found.append(kept())
+        return await answer(Completed())(request)
 
     async def scenario() -> None:
         async with serving() as fake:
             policies = {"text": UsePolicy(tasks=("*",))}
-            # Training that no participation follows leaves nothing.
-            fake.replace["report"] = answer(Aborted("stale"))
-            await one_visit(fake, store=path, policies=policies, trainer=keeping)
-            fake.replace["report"] = answer(GRANTED)
-            fake.replace["chunk"] = look
-            for _ in range(2):
+            for where, reply, state in (
+                ("report", answer(Aborted("stale")), []),
+                ("chunk", answer(Refused("enough seen")), []),
+                ("complete", answer(Completed("round_over")), []),
+                ("complete", look, [(b"+",)]),
+                ("complete", answer(Aborted("stale")), [(b"+",)]),
+                ("complete", look, [(b"++",)]),
+            ):
+                fake.replace = {where: reply}
                 await one_visit(fake, store=path, policies=policies, trainer=keeping)
+                assert kept() == state
                 with closing(sqlite3.connect(path)) as database:
                     database.execute("DELETE FROM participation")  # the gap has passed
                     database.commit()
 
     asyncio.run(scenario())
-    assert [given.device_state for given in keeping.given] == [b"", b"", b"+"]
-    assert found == [(b"+",), (b"++",)]
+    given = [given.device_state for given in keeping.given]
+    assert given == [b"", b"", b"", b"", b"+", b"+"]
+    assert found == [[], [(b"+",)]], "it is not kept before the server has the whole update"
+
+
+def test_a_state_that_cannot_be_kept_is_reported(tmp_path: Path) -> None:
+    """The update is counted all the same: a device cannot take it back."""
+    path, events = tmp_path / "device.db", list[Event]()
+
+    async def break_it(request: web.Request) -> web.StreamResponse:
+        with closing(sqlite3.connect(path)) as database:
+            database.execute("DROP TABLE device_state")
+            database.commit()
+        return await answer(Completed())(request)
+
+    async def scenario() -> None:
+        async with serving() as fake:
+            fake.replace["complete"] = break_it
+            finish = await one_visit(
+                fake,
+                store=path,
+                policies={"text": UsePolicy(tasks=("*",))},
+                trainer=Keeping(),
+                notify=events.append,
+            )
+        assert finish.ending == "counted"
+
+    asyncio.run(scenario())
+    assert isinstance(events[-1], VisitEnded)
+    assert events[-1].detail.startswith("the update is counted, its state is not kept: ")
 
 
 @pytest.mark.parametrize(
