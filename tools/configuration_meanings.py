@@ -267,7 +267,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "manifest": "The digest of the signed manifest, in hex. The server sets it.",
         "frozen_file": "The key of the frozen tensors in the bundle. The server sets it.",
         "upload_bits": "In how many bits devices upload a number of an update: 32, or 16 or 8 with "
-        "rounding at random, not with secure aggregation. Other devices are not eligible.",
+        "rounding at random; with secure aggregation 32 or 16. Other devices are not eligible.",
     },
     SecureAggregation: {
         "threshold": "Minimum number of clients whose sum may be revealed. None: K.",

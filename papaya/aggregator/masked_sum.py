@@ -1,9 +1,9 @@
 """Secure aggregation at the aggregator: sums of masked vectors, and their unmasking.
 
 Paper, "Asynchronous Secure Aggregation": the server adds masked vectors as they arrive. From the
-TSA it learns the sum of their masks and nothing else. Additions are modulo 2^32. A norm or a NaN is
-not visible under a mask, so only the size of an update is checked here. After unmasking, a sum that
-honest clients cannot have produced is refused and its buffer is dropped.
+TSA it learns the sum of their masks and nothing else. Additions are modulo 2^32 or 2^16. A norm or
+a NaN is not visible under a mask, so only the size of an update is checked here. After unmasking, a
+sum that honest clients cannot have produced is refused and its buffer is dropped.
 
     Fold   the TSA accepts the seed into the group of the target version, then the words are added
     Step   the TSA releases the masks of exactly the record's members, at least the threshold
@@ -27,7 +27,7 @@ from papaya.messages.participation import SecureOffer
 from papaya.messages.storage import RecordRow
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.unmask import TakeBlock, Unmasking
-from papaya.secagg.words import WORD, Words
+from papaya.secagg.words import RING_32, Ring, Words
 
 LOST = "trusted_party_lost"
 
@@ -79,15 +79,15 @@ class MaskedSum:
         self.weight = weight
 
     @classmethod
-    def zero(cls, words: int) -> MaskedSum:
-        return cls(np.zeros(words, WORD), 0.0)
+    def zero(cls, words: int, ring: Ring = RING_32) -> MaskedSum:
+        return cls(np.zeros(words, ring.word), 0.0)
 
     def add_all(self, members: Sequence[Sequence[BytesLike]], kernel: Kernel) -> None:
         """Each member is an upload in pieces. `kernel` is not used: it is for weighted sums."""
         for pieces in members:
             start = 0
             for piece in pieces:
-                words = np.frombuffer(piece, WORD)
+                words = np.frombuffer(piece, self.vector.dtype)
                 part = self.vector[start : start + words.size]
                 np.add(part, words, out=part)
                 start += words.size
@@ -102,8 +102,8 @@ class MaskedSum:
         return encode_tensors({"masked": self.vector}, {"members": repr(self.weight)})
 
     @classmethod
-    def decode(cls, data: bytes, words: int) -> MaskedSum:
-        tensors, metadata = decode_tensors(data, ["masked"], words, WORD)
+    def decode(cls, data: bytes, words: int, ring: Ring = RING_32) -> MaskedSum:
+        tensors, metadata = decode_tensors(data, ["masked"], words, ring.word)
         return cls(tensors["masked"].copy(), float(metadata["members"]))
 
 

@@ -517,9 +517,9 @@ def _members(work: Step, read: ReadPart) -> BufferMembers:
 
 
 def _zero(config: TaskConfig) -> Total:
-    if config.secure_aggregation is None:
+    if (agreed := config.public_parameters) is None:
         return WeightedSum.zero(config.model_length)
-    return MaskedSum.zero(config.update_bytes // 4)
+    return MaskedSum.zero(agreed.vector_words, agreed.ring)
 
 
 def _pieces(total: Total) -> Pieces:
@@ -527,9 +527,9 @@ def _pieces(total: Total) -> Pieces:
 
 
 def _decoded(config: TaskConfig, data: bytes) -> Total:
-    if config.secure_aggregation is None:
+    if (agreed := config.public_parameters) is None:
         return WeightedSum.decode(data, config.model_length)
-    return MaskedSum.decode(data, config.update_bytes // 4)
+    return MaskedSum.decode(data, agreed.vector_words, agreed.ring)
 
 
 def _without_seed(folded: Folded, error: TsaError) -> Folded:

@@ -69,9 +69,9 @@ def chunk_length(update_bytes: int, chunk_bytes: int, index: int) -> int:
 
 def held_per_byte(config: TaskConfig) -> int:
     """The memory for each byte of an upload: for itself, and for the float32 numbers that an update
-    in fewer bits becomes.
+    in fewer bits becomes. Masked words stay as they are.
     """
-    return 1 if config.upload_bits == 32 else 1 + 32 // config.upload_bits
+    return 1 if config.upload_bits == 32 or config.is_secure else 1 + 32 // config.upload_bits
 
 
 def needed_bytes(config: TaskConfig, chunk_bytes: int) -> int:

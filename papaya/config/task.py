@@ -40,15 +40,19 @@ from papaya.secagg.parameters import (
     MAX_GOAL,
     MIN_PRIVATE_GOAL,
     PRIVATE_EXTRA_WORDS,
+    SCHEME,
+    SCHEME_16,
     PublicParameters,
 )
 from papaya.secagg.unmask import chance_of_random_words
+from papaya.secagg.words import RING_16, RING_32
 
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _TASK_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MAX_MODEL_LENGTH = 2**30
 _STALENESS_OF_DEVICES = 1000  # the default limit of a device's own policy
 _RARE = 2.0**-32
+_COARSE = 0.05  # of the clip
 _FLOAT32_MAX = 3.4028234663852886e38
 _FLOAT32_TINY = 1.1754943508222875e-38
 
@@ -142,15 +146,7 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         self._check_lifecycle()
         self._check_weighting()
         self._check_aggregation()
-        bits = self.requirements.upload_bits
-        require(bits in (8, 16, 32), "upload_bits", bits, "is not 8, 16 or 32", "use 16")
-        require(
-            bits == 32 or not self.is_secure,
-            "upload_bits",
-            bits,
-            "cannot be used with secure aggregation, which masks words of 32 bits",
-            "leave it out, or leave out secure_aggregation",
-        )
+        self._check_upload_bits()
         if self.privacy is not None:
             self._check_privacy()
         if self.secure_aggregation is not None:
@@ -208,8 +204,19 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         """The size of an upload. A masked vector also carries a constant and, unless there is
         noise, its weight.
         """
+        if not self.is_secure:
+            return encoded_bytes(self.model_length, self.upload_bits)
         extra = EXTRA_WORDS if self.privacy is None else PRIVATE_EXTRA_WORDS
-        return encoded_bytes(self.model_length + (extra if self.is_secure else 0), self.upload_bits)
+        return (self.model_length + extra) * (self.upload_bits // 8)
+
+    @property
+    def rounding_error(self) -> float | None:
+        """What rounding to masked words of 16 bits adds to the mean of K updates of full weight, as
+        a share of the clip: the root mean square of its norm, at most. None with other words.
+        """
+        if not self.is_secure or self.upload_bits != 16:
+            return None
+        return fixed_point.relative_error(self.model_length, self.aggregation_goal)
 
     @property
     def public_parameters(self) -> PublicParameters | None:
@@ -221,7 +228,8 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         kind: Literal["train", "evaluate"] = "train" if pinned is None else "evaluate"
         private = {} if self.privacy is None else public_terms(self.privacy.terms)
         by = "equal" if self.weighting.kind == "equal" else "examples"
-        weighting = {"weighting": by if pinned is None else "none"}
+        scheme = SCHEME_16 if self.upload_bits == 16 else SCHEME
+        rules = {"scheme": scheme, "weighting": by if pinned is None else "none"}
         damping = self.staleness.damping
         assert damping is not None
         return PublicParameters(
@@ -236,7 +244,7 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             manifest=manifest,
             kind=kind if manifest else "",
             number=pinned.version if pinned is not None and manifest else 0,
-            **(weighting | private),
+            **(rules | private),
         )
 
     @property
@@ -277,6 +285,13 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             )
         if self.is_secure:
             yield from self._unwise_staleness()
+        if (error := self.rounding_error) is not None and error > _COARSE:
+            yield (
+                "requirements.upload_bits = 16: rounding changes the mean of "
+                f"{self.aggregation_goal} updates by up to {100 * error:.2g} % of the clip, or "
+                "more if updates weigh less than max_examples do; a smaller aggregation_goal, a "
+                "smaller model or 32 bits reduce it"
+            )
         if self.privacy is not None:
             yield from self._unwise_privacy(self.privacy.terms)
         if not self.aggregation.is_mean:
@@ -556,6 +571,25 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             f"use at least {1 / goal:.3g}, or a larger aggregation goal",
         )
 
+    def _check_upload_bits(self) -> None:
+        bits, field = self.requirements.upload_bits, "requirements.upload_bits"
+        require(bits in (8, 16, 32), field, bits, "is not 8, 16 or 32", "use 16")
+        require(
+            bits != 8 or not self.is_secure,
+            field,
+            bits,
+            "masked updates have words of 32 or 16 bits: 8 would leave no levels for a sum",
+            "use 16, or leave out secure_aggregation",
+        )
+        require(
+            bits == 32 or not self.is_secure or self.privacy is None,
+            field,
+            bits,
+            "masked words of 16 bits have no room for noise: rounding at random makes updates "
+            "longer than the clip, which the noise must hide",
+            "leave it out, or leave out privacy",
+        )
+
     def _take_from(self, privacy: Privacy) -> None:
         """Clip and participations are settings of the privacy; a second value must be the same."""
         for field, wanted in (
@@ -620,14 +654,18 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             self._check_private_parameters()
             return
         heaviest = self.weighting.cap or self.max_examples
-        needed = fixed_point.needed_levels(self.model_length, heaviest)
-        largest = min(fixed_point.largest_goal(needed), MAX_GOAL)
+        ring = RING_16 if self.upload_bits == 16 else RING_32
+        levels = fixed_point.levels(goal, ring)
+        needed = fixed_point.needed_levels(self.model_length, heaviest, ring)
+        largest = min(fixed_point.largest_goal(needed, ring), MAX_GOAL)
         remedy = f"lower aggregation_goal (or concurrency) below {largest + 1}"
+        if ring == RING_16:
+            remedy += ", or use requirements.upload_bits=32"
         require(
-            fixed_point.levels(goal) >= needed,
+            levels >= needed,
             "aggregation_goal",
             goal,
-            f"leaves {max(0, fixed_point.levels(goal))} fixed-point levels for a model of "
+            f"leaves {max(0, levels)} fixed-point levels in {ring.bits} bits for a model of "
             f"{self.model_length} parameters, which needs {needed}",
             remedy,
         )
@@ -638,7 +676,7 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             f"the TSA releases sums of at most {MAX_GOAL} clients",
             remedy,
         )
-        step = self.clip / fixed_point.levels(goal)
+        step = self.clip / levels
         require(
             step >= _FLOAT32_TINY and goal * self.clip <= _FLOAT32_MAX,
             "clip",
@@ -646,11 +684,11 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             "leaves no fixed-point precision: the sum or one step of the grid is not a float32",
             "choose a clip near the norm of real updates, usually between 0.01 and 100",
         )
-        is_counted = float(self.clip).is_integer() and self.clip <= fixed_point.levels(goal)
+        is_counted = float(self.clip).is_integer() and self.clip <= levels
         require(
             self.evaluates is None or is_counted,
             "clip",
             self.clip,
-            f"must be a whole number of at most {fixed_point.levels(goal)}",
+            f"must be a whole number of at most {levels}",
             "lower evaluation.clients",
         )

@@ -275,13 +275,14 @@ def _chunks(t: Transcript) -> Iterator[RuleFinding]:
     assert isinstance(joined, Joined)
     assert isinstance(granted, UploadGranted)
     words = joined.update_length + (_EXTRA_WORDS if joined.secure else 0)
+    size = words * (joined.upload_bits // 8) if joined.secure else 4 * words
     problems: list[str] = []
     contents: dict[tuple[str, int], bytes] = {}
     is_changed = False
     for seen in chunks:
         chunk = seen.message
         assert isinstance(chunk, Chunk)
-        expected = min(granted.chunk_bytes, 4 * words - chunk.index * granted.chunk_bytes)
+        expected = min(granted.chunk_bytes, size - chunk.index * granted.chunk_bytes)
         if len(chunk.data) != expected:
             problems.append(f"chunk {chunk.index} has {len(chunk.data)} bytes, not {expected}")
         if not has_right_checksum(chunk):

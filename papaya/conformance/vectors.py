@@ -13,6 +13,7 @@ import math
 import struct
 from base64 import b64encode
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 from zlib import crc32
@@ -34,7 +35,7 @@ from papaya.secagg import channel
 from papaya.secagg.errors import SecureAggregationError
 from papaya.secagg.mask import sum_masks
 from papaya.secagg.offer import Offer, context
-from papaya.secagg.parameters import PublicParameters
+from papaya.secagg.parameters import SCHEME_16, PublicParameters
 from papaya.secagg.participant import ParticipantPolicy, Terms, UnsealedUpdate
 from papaya.verifiable_log.checkpoint import (
     Checkpoint,
@@ -73,6 +74,7 @@ _PUBLIC = PublicParameters(
     max_examples=100,
     max_staleness=8,
 )
+_PUBLIC_16 = replace(_PUBLIC, scheme=SCHEME_16)
 _UPDATE = (0.0, 0.25, -0.25, 0.875, -0.0078125)
 _LOG_KEY = SignerKey("example.org/log", bytes(32), LOG_SIGNATURE)
 _WITNESS = SignerKey("example.org/witness", bytes(range(32)), COSIGNATURE)
@@ -367,6 +369,8 @@ def _public_parameters() -> Iterator[Case]:
         found = changed(clip=clip)
         digest = sha256(found.encode()).hexdigest()
         yield _case("valid", f"a clip of {clip}", encoded=found, sha256=digest)
+    narrow = _PUBLIC_16.encode().decode()
+    yield _case("valid", "words of 16 bits", encoded=narrow, sha256=_PUBLIC_16.digest().hex())
     manifest = sha256(b"a manifest").hexdigest()
     signed = changed(manifest=manifest, kind="train", number=0)
     evaluation = {"clip": 8191.0, "max_examples": 1, "max_staleness": 1, "weighting": "none"}
@@ -400,6 +404,8 @@ def _public_parameters() -> Iterator[Case]:
         ("a task in capitals", changed(task="Next-Word")),
         ("an unknown weighting", changed(weighting="some")),
         ("too little precision", changed(aggregation_goal=131066, max_examples=2**31 - 1)),
+        ("too few levels in 16 bits", changed(scheme=SCHEME_16, aggregation_goal=1928)),
+        ("counts in words of 16 bits", changed(scheme=SCHEME_16, weighting="none")),
         ("more than 1,024 bytes", encoded[:-1] + " " * 1024 + "}"),
         ("not JSON", encoded[:-1]),
     ):
@@ -421,9 +427,11 @@ def _check_mask(case: Case) -> object:
     return {"words": sum_masks([bytes.fromhex(case["seed"])], len(case["words"])).tolist()}
 
 
-def _an_offer(index: int = 7, expires: int = NOW + 3600) -> Offer:
+def _an_offer(
+    index: int = 7, expires: int = NOW + 3600, agreed: PublicParameters = _PUBLIC
+) -> Offer:
     key = channel.public_key(_OFFER_KEY)
-    return Offer.signed(_IDENTITY, _PUBLIC.digest(), index, key, expires)
+    return Offer.signed(_IDENTITY, agreed.digest(), index, key, expires)
 
 
 def _offers() -> Iterator[Case]:
@@ -511,6 +519,13 @@ def _masked_updates() -> Iterator[Case]:
     for name, change in valid:
         case = _case("valid", name, **known, **{**training, **change})
         yield {**case, **_masked(case)}
+    narrow = {
+        "parameters": _PUBLIC_16.encode().decode(),
+        "offer": _an_offer(agreed=_PUBLIC_16).encode().hex(),
+    }
+    for name, change in valid:
+        case = _case("valid", f"{name}, in 16 bits", **{**known, **narrow, **training, **change})
+        yield {**case, **_masked(case)}
     invalid: tuple[tuple[str, Case], ...] = (
         ("infinity", {"update": ["inf", 0, 0, 0, 0]}),
         ("not a number", {"update": [0, "nan", 0, 0, 0]}),
@@ -520,6 +535,9 @@ def _masked_updates() -> Iterator[Case]:
         ("too stale", {"version": 19}),
         ("a version that went backwards", {"version": 9}),
         ("an expired offer", {"now": NOW + 3600}),
+        ("an offer for words of 16 bits", {"offer": narrow["offer"]}),
+        ("words of 16 bits, an offer for 32", {"parameters": narrow["parameters"]}),
+        ("infinity, in 16 bits", {**narrow, "update": [0, 0, 0, 0, "inf"]}),
     )
     for name, change in invalid:
         yield _case("invalid", name, **{**known, **training, **change})
@@ -535,13 +553,15 @@ def _masked(case: Case) -> Case:
         max_examples=parameters.max_examples,
         max_staleness=parameters.max_staleness,
         minimum_threshold=parameters.threshold,
+        scheme=parameters.scheme,
     )
     terms = Terms(bytes.fromhex(case["identity"]), parameters, policy)
     delta = np.array([float(value) for value in case["update"]], FLOAT32)
     update = UnsealedUpdate(delta, case["examples"], case["initial_version"])
     offer = Offer.decode(bytes.fromhex(case["offer"]))
     done = update.seal(terms, offer, case["version"], case["now"], lambda _: next(draws))
-    mask = sum_masks([bytes.fromhex(case["seed"])], parameters.vector_words)
+    seed, words = bytes.fromhex(case["seed"]), parameters.vector_words
+    mask = sum_masks([seed], words, parameters.ring)
     return {
         "words": (done.masked - mask).tolist(),
         "masked": done.masked.tolist(),

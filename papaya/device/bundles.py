@@ -99,6 +99,7 @@ class Bundle(Struct, frozen=True):
             collection=manifest.examples.collection,
             weighting=manifest.weights,
             staleness=manifest.staleness,
+            upload_bits=16 if manifest.secure and manifest.upload_bits == 16 else UNSET,
         )
 
     def check_evaluation(self, clients: int | None = None) -> None:

@@ -41,7 +41,7 @@ from papaya.learning.private_evaluation import BINS, private_evaluation_length
 from papaya.messages.base import TaskId
 from papaya.secagg.errors import SecureAggregationError
 from papaya.secagg.offer import Offer
-from papaya.secagg.parameters import PRIVATE_SCHEME, PublicParameters
+from papaya.secagg.parameters import PRIVATE_SCHEME, SCHEME, SCHEME_16, PublicParameters
 from papaya.secagg.participant import ParticipantPolicy, Terms, UnsealedUpdate
 from papaya.verifiable_log.errors import LogError
 from papaya.verifiable_log.over_http import over_http
@@ -117,7 +117,7 @@ def agreed_policy(
         aggregation_goal=terms.aggregation_goal,
         threshold=terms.threshold if terms.manifest else None,
         kind="train" if terms.manifest else "",
-        **(by | private),
+        **({"scheme": SCHEME_16 if terms.upload_bits else SCHEME} | by | private),
     )
 
 

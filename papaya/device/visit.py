@@ -285,8 +285,11 @@ class DeviceVisit:
                     f"the server asks for updates in {joined.upload_bits} bits, the owner of "
                     f"{program!r} has signed {signed}",
                 )
-        if joined.upload_bits != 32 and (joined.secure or joined.evaluates):
-            raise GivenUp("protocol", f"updates of {program!r} cannot have fewer bits")
+        if joined.upload_bits != 32 and (
+            joined.evaluates or (joined.secure and joined.upload_bits != 16)
+        ):
+            bits = joined.upload_bits
+            raise GivenUp("protocol", f"updates of {program!r} cannot have {bits} bits")
         if joined.secure and self._process.trust is None:
             raise GivenUp("declined", _NO_TRUST, hint=_TRUST_HINT)  # now, not after training
         limit = self._process.limits.max_model_bytes
@@ -368,7 +371,7 @@ class DeviceVisit:
             _check_update(trained, length)
             trained = uploaded(trained, terms, joined)
             _check_update(trained, joined.update_length)
-            if joined.upload_bits != 32:
+            if joined.upload_bits != 32 and not joined.secure:
                 clip = None if terms is None else terms.clip
                 trained = await asyncio.to_thread(_in_fewer_bits, trained, joined, clip)
         except Exception as error:  # `knows` and `terms` are the app's code

@@ -248,6 +248,8 @@ class TaskTerms(Struct, frozen=True):
     task: str | UnsetType = UNSET
     """The name in the device's own file. Participations in a private task count under it, whatever
     name a server uses. Unset in program files and manifests, which have it elsewhere."""
+    upload_bits: Literal[16] | UnsetType = UNSET
+    """Of a masked word. Unset if it is 32, and for a task in the clear."""
 
     @classmethod
     def of(cls, config: TaskConfig) -> TaskTerms:
@@ -262,6 +264,7 @@ class TaskTerms(Struct, frozen=True):
             privacy=UNSET if config.privacy is None else config.privacy.terms,
             weighting=UNSET if config.weighting == Weighting() else config.weighting,
             staleness=UNSET if config.staleness == Staleness() else config.staleness,
+            upload_bits=16 if config.is_secure and config.upload_bits == 16 else UNSET,
         )
 
     @property

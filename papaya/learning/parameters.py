@@ -34,9 +34,10 @@ Tensor: TypeAlias = npt.NDArray[np.floating[Any]]
 FLOAT32: Final = np.dtype("<f4")
 FLOAT64: Final = np.dtype("<f8")
 UINT32: Final = np.dtype("<u4")
+UINT16: Final = np.dtype("<u2")
 BLOCK: Final = 65536  # coordinates; 256 KiB of float32 and its temporaries stay in the L2 cache
 
-_DTYPE_NAMES: Final = {FLOAT32: "F32", FLOAT64: "F64", UINT32: "U32"}
+_DTYPE_NAMES: Final = {FLOAT32: "F32", FLOAT64: "F64", UINT32: "U32", UINT16: "U16"}
 _MAX_HEADER_BYTES: Final = 1 << 16
 
 
@@ -188,7 +189,7 @@ def decode_tensors(
     if len(data) != size_bytes:
         raise ProtocolError(f"parameters file has {len(data)} bytes, expected {size_bytes}")
     body = np.frombuffer(data, dtype, offset=len(header)).reshape(len(names), length)
-    if dtype != UINT32 and not is_finite(body):
+    if dtype.kind == "f" and not is_finite(body):
         raise ProtocolError("parameters file contains NaN or infinity")
     return dict(zip(sorted(names), body, strict=True)), metadata
 

@@ -181,6 +181,7 @@ def require_revisable(row: TaskRow, config: TaskConfig) -> None:
     fixed = {
         "model_length": (old.model_length, config.model_length),
         "secure_aggregation": (old.is_secure, config.is_secure),
+        "requirements.upload_bits": (_masked_bits(old), _masked_bits(config)),
         "privacy": (old.privacy is not None, config.privacy is not None),
         "aggregation.kind": (old.aggregation.stored_as, config.aggregation.stored_as),
         "optimizer.kind": (old.optimizer.kind, config.optimizer.kind),
@@ -194,6 +195,11 @@ def require_revisable(row: TaskRow, config: TaskConfig) -> None:
             f"a revision cannot change {', '.join(changed)}",
             hint="start a new run with it: papaya task submit FILE --replace",
         )
+
+
+def _masked_bits(config: TaskConfig) -> int:
+    """Of the words of a stored sum; 0 in the clear, where sums are float32."""
+    return config.upload_bits if config.is_secure else 0
 
 
 def _released(

@@ -1,13 +1,15 @@
-"""Real numbers as elements of Z_2^32 (paper, appendix "Fixed Point Conversion").
+"""Real numbers as elements of Z_2^32 or Z_2^16 (paper, appendix "Fixed Point Conversion").
 
     "Any real number a waiting for aggregation is multiplied by c and rounded to the nearest
     integer [ca]. [...] the parties need to estimate the scale of the model updates to aggregate,
     the desired accuracy to properly pick the parameters"
 
-K clipped updates are summed in Z_2^32 without wrap-around, so one update may use at most
-`levels(K)` steps to either side of zero. Negative integers are mapped as in the paper: -1 is
-2^32 - 1, which is two's complement. Values are scaled and rounded half to even in float64, and
-clamped to the levels.
+K clipped updates are summed without wrap-around, so one update may use at most `levels(K)` steps to
+either side of zero. Negative integers are mapped as in the paper: -1 is 2^32 - 1, which is two's
+complement. Values are scaled and rounded half to even in float64, and clamped to the levels.
+
+A ring of 2^16 has so few levels that rounding to the nearest would shift the updates of all clients
+in the same way. There values are rounded at random (rounding.py), and errors cancel out in a sum.
 
 Refused: NaN and infinity, which have no place in the group. What a task needs is for configuration
 and `parameters` to refuse; `needed_levels` says it.
@@ -21,11 +23,11 @@ from typing import Final
 import numpy as np
 
 from papaya.secagg.errors import UpdateError
-from papaya.secagg.words import BLOCK, SIGNED, Reals, Words
+from papaya.secagg.words import BLOCK, RING_16, RING_32, SIGNED, Reals, Ring, Words
 
 NOISE_DEVIATIONS: Final = 9  # for which a sum with noise has room
 SMALLEST_SIGMA: Final = 64  # steps; less noise cannot be made (noise.py)
-_HALF_GROUP: Final = 2**31 - 1
+FEWEST_LEVELS: Final = 16  # in Z_2^16, for the weight of a small model
 _FLOAT64: Final = np.dtype("<f8")
 
 # Before it is rounded, a value of at most 2^31 steps has gone through nine float64 operations: the
@@ -35,9 +37,9 @@ _FLOAT64: Final = np.dtype("<f8")
 _FLOAT64_SLACK: Final = 9 * 2.0**-22
 
 
-def levels(aggregation_goal: int) -> int:
+def levels(aggregation_goal: int, ring: Ring = RING_32) -> int:
     """How many steps one coordinate of one update has to either side of zero."""
-    return _HALF_GROUP // aggregation_goal - 1
+    return ring.largest // aggregation_goal - 1
 
 
 def private_levels(aggregation_goal: int, noise_multiplier: float) -> int:
@@ -46,21 +48,29 @@ def private_levels(aggregation_goal: int, noise_multiplier: float) -> int:
     """
     numerator, denominator = noise_multiplier.as_integer_ratio()
     return (
-        _HALF_GROUP * denominator // (aggregation_goal * denominator + NOISE_DEVIATIONS * numerator)
+        RING_32.largest
+        * denominator
+        // (aggregation_goal * denominator + NOISE_DEVIATIONS * numerator)
     )
 
 
-def largest_goal(wanted_levels: int) -> int:
+def largest_goal(wanted_levels: int, ring: Ring = RING_32) -> int:
     """The largest aggregation goal that leaves so many levels."""
-    return _HALF_GROUP // (wanted_levels + 1)
+    return ring.largest // (wanted_levels + 1)
 
 
-def needed_levels(length: int, max_examples: int) -> int:
+def needed_levels(length: int, max_examples: int, ring: Ring = RING_32) -> int:
     """The fewest levels that leave precision.
 
     A step must stay below a quarter of the root-mean-square coordinate of an update at the clip,
     or most coordinates round to nothing; and one example must be a step of the weight.
+
+    In Z_2^16 neither is a loss, because rounding at random has the right mean: a step must stay
+    below twice that coordinate, so that the rounding error of an update is at most as long as an
+    update at the clip (`relative_error` with a goal of 1).
     """
+    if ring == RING_16:
+        return max(FEWEST_LEVELS, math.ceil(math.sqrt(length) / 2))
     return max(math.ceil(4 * math.sqrt(length)), max_examples)
 
 
@@ -76,6 +86,17 @@ def error_bound(members: int, aggregation_goal: int, clip: float) -> float:
     Each member is rounded once: half a step, and what float64 itself loses.
     """
     return members * (0.5 + _FLOAT64_SLACK) * clip / levels(aggregation_goal)
+
+
+def relative_error(length: int, aggregation_goal: int) -> float:
+    """The rounding error of a mean in Z_2^16 as a share of the clip: at most the root mean square
+    of its L2 norm, for updates of full weight. It is that divided by the mean weight otherwise.
+
+    Rounding at random has a variance of at most a quarter of a squared step, in each coordinate of
+    each client, independently.
+    """
+    steps = math.sqrt(length / aggregation_goal) / 2
+    return steps / levels(aggregation_goal, RING_16)
 
 
 class Encoder:

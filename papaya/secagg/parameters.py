@@ -8,7 +8,8 @@ that computes anything else must use another name. For a task that its owner has
 name the signed manifest, so that no server can show a device another task than the TSA's quote.
 
 `papaya-secagg-2` is the scheme of differential privacy (docs/privacy.md): the TSA adds noise to
-every sum, and the weight is not part of the vector.
+every sum, and the weight is not part of the vector. `papaya-secagg-3` has words of 16 bits, to
+which clients round at random (ADR 0087).
 
 One encoding: JSON, keys sorted, no spaces, ASCII, floats as their shortest decimal. The hash is
 SHA-256 of exactly these bytes, so `sha256sum` on the published file gives it. Refused
@@ -30,9 +31,11 @@ from typing import Any, Final, Literal, TypeAlias
 from papaya.secagg import fixed_point
 from papaya.secagg.damping import PAPERS, Damping
 from papaya.secagg.errors import ParametersError
+from papaya.secagg.words import RING_16, RING_32, Ring
 
 SCHEME: Final = "papaya-secagg-1"
 PRIVATE_SCHEME: Final = "papaya-secagg-2"
+SCHEME_16: Final = "papaya-secagg-3"
 HASH_BYTES: Final = 32
 MAX_ENCODED_BYTES: Final = 1024
 MAX_LENGTH: Final = 2**30  # coordinates: 4 GiB
@@ -48,7 +51,11 @@ _TASK: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _MANIFEST: Final = re.compile(r"[0-9a-f]{64}")
 _SIGNED: Final = ("manifest", "kind", "number")
 _PRIVATE: Final = ("noise_multiplier", "delta", "max_participations", "expected_weight")
-_WEIGHTINGS: Final = {SCHEME: ("examples", "none", "equal"), PRIVATE_SCHEME: ("equal", "capped")}
+_WEIGHTINGS: Final = {
+    SCHEME: ("examples", "none", "equal"),
+    PRIVATE_SCHEME: ("equal", "capped"),
+    SCHEME_16: ("examples", "equal"),
+}
 _FLOAT32_TINY: Final = 2.0**-126
 _FLOAT32_MAX: Final = 2.0**128 * (1 - 2.0**-24)
 
@@ -97,8 +104,8 @@ class PublicParameters:
     damping: Damping = PAPERS
 
     def __post_init__(self) -> None:
-        known = self.scheme in (SCHEME, PRIVATE_SCHEME)
-        _require("scheme", self.scheme, known, f"{SCHEME} or {PRIVATE_SCHEME}")
+        known = self.scheme in tuple(_WEIGHTINGS)  # of any type
+        _require("scheme", self.scheme, known, " or ".join(_WEIGHTINGS))
         _require("task", self.task, _is_task(self.task), "1-64 of a-z, 0-9, - and _")
         weightings = _WEIGHTINGS[self.scheme]
         known = self.weighting in weightings
@@ -122,7 +129,7 @@ class PublicParameters:
         z, weight = self.noise_multiplier, self.expected_weight
         if not self.is_private:
             none = all(getattr(self, name) == 0 for name in _PRIVATE)
-            _require("noise_multiplier", z, none, f"none in {SCHEME}")
+            _require("noise_multiplier", z, none, f"none in {self.scheme}")
             return
         _require("noise_multiplier", z, _is_positive(z), "a finite number above zero")
         known = _is_positive(self.delta) and MIN_DELTA <= self.delta <= MAX_DELTA
@@ -135,8 +142,8 @@ class PublicParameters:
 
     def _check_precision(self) -> None:
         if not self.is_private:
-            needed = fixed_point.needed_levels(self.length, self.max_examples)
-            largest = fixed_point.largest_goal(needed)
+            needed = fixed_point.needed_levels(self.length, self.max_examples, self.ring)
+            largest = fixed_point.largest_goal(needed, self.ring)
             enough = self.aggregation_goal <= largest
             why = f"at most {largest}, or no fixed-point precision is left"
             _require("aggregation_goal", self.aggregation_goal, enough, why)
@@ -165,13 +172,18 @@ class PublicParameters:
         return self.scheme == PRIVATE_SCHEME
 
     @property
+    def ring(self) -> Ring:
+        """Where the words are added."""
+        return RING_16 if self.scheme == SCHEME_16 else RING_32
+
+    @property
     def levels(self) -> int:
         """Steps that one coordinate of one client has to either side of zero. With noise, also the
         longest update in steps.
         """
         if self.is_private:
             return fixed_point.private_levels(self.aggregation_goal, self.noise_multiplier)
-        return fixed_point.levels(self.aggregation_goal)
+        return fixed_point.levels(self.aggregation_goal, self.ring)
 
     @property
     def sigma(self) -> Fraction:
@@ -197,6 +209,10 @@ class PublicParameters:
     def vector_words(self) -> int:
         """Words of a masked vector: the update, the weight unless there is noise, the constant."""
         return self.length + (PRIVATE_EXTRA_WORDS if self.is_private else EXTRA_WORDS)
+
+    @property
+    def vector_bytes(self) -> int:
+        return self.vector_words * self.ring.word_bytes
 
     def encode(self) -> bytes:
         """The one encoding."""

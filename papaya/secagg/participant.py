@@ -39,7 +39,8 @@ from papaya.secagg.fixed_point import Encoder
 from papaya.secagg.mask import SEED_BYTES, Mask
 from papaya.secagg.offer import KEY_BYTES, Offer
 from papaya.secagg.parameters import SCHEME, PublicParameters
-from papaya.secagg.words import BLOCK, SIGNED, WORD, Entropy, Reals, Words, blocks
+from papaya.secagg.rounding import RandomEncoder
+from papaya.secagg.words import BLOCK, RING_16, SIGNED, Entropy, Reals, Words, blocks
 
 DEFAULT_MINIMUM_THRESHOLD: Final = 10
 DEFAULT_MAXIMUM_STALENESS: Final = 1000
@@ -187,14 +188,18 @@ def _masked(
     if parameters.weighting == "none":
         _check_counts(delta, parameters.clip)
     factor = weight * damping * parameters.scale
-    masked = np.empty(parameters.vector_words, WORD)
+    masked = np.empty(parameters.vector_words, parameters.ring.word)
     masked[-1] = 1
+    encoder: Encoder | RandomEncoder = Encoder(factor, parameters.most_steps)
     if parameters.is_private:
         _encode_within(delta, factor, parameters.levels, masked[:-1])
+    elif parameters.ring == RING_16:
+        encoder = RandomEncoder(factor, parameters.levels, seed)
+        encoder.encode_weight_into(weight * parameters.levels, masked[-2:-1])
     else:
         masked[-2] = round(weight * parameters.levels)
-    encoder, mask = Encoder(factor, parameters.most_steps), Mask(seed)
-    scratch = np.empty(min(masked.size, BLOCK), WORD)
+    mask = Mask(seed)
+    scratch = np.empty(min(masked.size, BLOCK), parameters.ring.word)
     for block in blocks(masked.size):
         part = masked[block]
         values = delta[block]

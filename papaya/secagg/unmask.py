@@ -8,7 +8,7 @@ honest clients satisfies four rules (ADR 0024):
 - the weight is above zero and at most one per member;
 - no coordinate exceeds the clip times the members;
 - the norm is at most what updates within the clip can add up to. Noise in even a few coordinates
-  exceeds it.
+  exceeds it. Rounding at random (Z_2^16) may exceed it once in 2^64 sums.
 
 With noise the weight is not part of the sum, and coordinates and norm may be larger by what noise
 adds with any likelihood: 9 standard deviations, and one of 2^-64 for the norm (ADR 0074).
@@ -33,9 +33,8 @@ import numpy.typing as npt
 from papaya.secagg.errors import Implausible
 from papaya.secagg.fixed_point import NOISE_DEVIATIONS
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.words import BLOCK, SIGNED, WORD, Words, blocks
+from papaya.secagg.words import BLOCK, RING_16, Signed, Words, blocks
 
-Signed: TypeAlias = npt.NDArray[np.int32]
 _Floats: TypeAlias = npt.NDArray[np.float32]
 TakeBlock: TypeAlias = Callable[[int, Words], None]
 """Takes a block of a sum of masks and the word that it starts at; the block is then overwritten."""
@@ -86,7 +85,7 @@ class Unmasking:
         expected = (parameters.vector_words,)
         if masked_sum.shape != expected:
             raise Implausible("length", f"{masked_sum.shape} words, {expected} expected")
-        self._unmasked = np.empty(parameters.vector_words, WORD)
+        self._unmasked = np.empty(parameters.vector_words, parameters.ring.word)
         self._floats = np.empty(min(parameters.length, BLOCK), _FLOAT32)
         self._taken = 0
         self._extent = 0
@@ -102,7 +101,8 @@ class Unmasking:
         self._taken = end
         words = self._unmasked[start:end]
         np.subtract(self._masked[start:end], masks, out=words)
-        coordinates = words[: max(0, self._parameters.length - start)].view(SIGNED)
+        parameters = self._parameters
+        coordinates = words[: max(0, parameters.length - start)].view(parameters.ring.signed)
         if coordinates.size:
             low, high = int(coordinates.min()), int(coordinates.max())
             self._extent = max(self._extent, -low, high)
@@ -117,7 +117,7 @@ class Unmasking:
             message = f"masks for {self._taken} words, {self._masked.size} expected"
             raise Implausible("length", message)
         parameters, members = self._parameters, self._members
-        signed = self._unmasked.view(SIGNED)
+        signed = self._unmasked.view(parameters.ring.signed)
         weight = _checked_weight(signed[parameters.length :], members, parameters)
         if self._extent > largest_coordinate(members, parameters):
             most = self._extent * parameters.step
@@ -153,14 +153,31 @@ def largest_norm(weight: float, members: int, parameters: PublicParameters) -> f
     if parameters.weighting == "none":
         return math.inf
     rounded = members * (1 + math.sqrt(parameters.length)) / 2
+    if parameters.ring == RING_16:
+        rounded = _rounded_at_random(members, parameters.length)
     return (1 + _FLOAT32_SLACK) * (weight * parameters.levels + rounded)
+
+
+def _rounded_at_random(members: int, length: int) -> float:
+    """What rounding at random adds, in steps: the norm of the sum of errors, and the error of the
+    weight.
+
+    An error is below one step, so `members` x (1 + sqrt(length)) holds for certain. Errors are
+    independent, with the mean 0 and a variance of at most 1/4. The norm of their sum is convex in
+    them and changes by at most sqrt(members) times the length of a change, so it exceeds its mean,
+    sqrt(members x length) / 2 or less, by sqrt(members) x t with a probability of at most
+    exp(-t^2 / 2) (Talagrand). For the weight that is Hoeffding's inequality.
+    """
+    likely = math.sqrt(members) * (math.sqrt(length) / 2 + 2 * _NORM_DEVIATIONS)
+    return min(likely, members * (1 + math.sqrt(length)))
 
 
 def chance_of_random_words(members: int, parameters: PublicParameters) -> float:
     """At most so often random words with the right constant are plausible: the volume of the ball
     of plausible sums divided by that of all words.
     """
-    n, radius = parameters.length, largest_norm(members, members, parameters) / 2**32
+    n = parameters.length
+    radius = largest_norm(members, members, parameters) / 2**parameters.ring.bits
     log_volume = n / 2 * math.log(math.pi) - math.lgamma(n / 2 + 1)
     return math.exp(min(0.0, log_volume + n * math.log(radius)))
 

@@ -44,8 +44,9 @@ from papaya.secagg.fixed_point import Encoder
 from papaya.secagg.noise import KEY_BYTES, Noise
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import SealedUpdate, Terms, UnsealedUpdate
+from papaya.secagg.rounding import RandomEncoder
 from papaya.secagg.unmask import TakeBlock
-from papaya.secagg.words import WORD, Entropy, Reals, Words
+from papaya.secagg.words import RING_16, SIGNED, WORD, Entropy, Reals, Words
 from papaya.sim.hosts import SimulatedAggregatorHost
 from papaya.tsa.group import Group
 from papaya.tsa.tsa import TSA
@@ -382,6 +383,18 @@ def _with_weight(
     return words
 
 
+def _round_down(self: RandomEncoder, fine: Words, block: Words) -> None:
+    np.copyto(block.view(RING_16.signed), fine.view(SIGNED) >> 16, casting="unsafe")
+
+
+_encode_at_random = RandomEncoder.__init__
+
+
+def _all_levels(self: RandomEncoder, factor: float, limit: int, seed: bytes) -> None:
+    most = RING_16.largest - 1
+    _encode_at_random(self, factor * (most / limit), most, seed)
+
+
 _Patch = tuple[Any, str, Callable[..., Any] | property]
 
 
@@ -528,6 +541,14 @@ BUGS: dict[str, Bug] = {
     "weight-released": Bug(
         "a device puts its weight into the word of a private sum that has no noise",
         ((participant, "_masked", _with_weight),),
+    ),
+    "rounding-down": Bug(
+        "devices round down to words of 16 bits, instead of at random",
+        ((RandomEncoder, "_round", _round_down),),
+    ),
+    "ring-wraps": Bug(
+        "a device uses all levels of a word of 16 bits for itself, so that sums wrap around",
+        ((RandomEncoder, "__init__", _all_levels),),
     ),
     "revoked-sessions-go-on": Bug(
         "a device that is revoked may finish its session",

@@ -209,7 +209,8 @@ class SimulatedDevice:
     def _trained(self, effect: Train) -> None:
         if self.is_present and self.machine.joined is not None:
             update = self.cluster.behaviour.train(self, effect)
-            if (bits := self.machine.joined.upload_bits) != 32:
+            joined = self.machine.joined
+            if (bits := joined.upload_bits) != 32 and not joined.secure:
                 numbers = np.frombuffer(update, FLOAT32)
                 update = encode_update(numbers, bits, session_seed(effect.session))
             for observe in self.cluster.hooks.trained:

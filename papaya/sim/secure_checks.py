@@ -14,13 +14,15 @@ masked sum and every step, in whole numbers, and requires:
   unfilled;
 - a private sum has one update of a device at most, the constant says how many there are and nothing
   else, and the noise of all sums together has the promised size; a repeated release is the same;
+- in Z_2^16 each update is rounded by less than a step, and all sums together by nothing on average;
 - no update is discarded as lost with the TSA while the TSA that it was sealed for is running.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import log
+from fractions import Fraction
+from math import log, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -44,11 +46,12 @@ from papaya.messages.storage import (
 from papaya.messages.tickets import UploadTicket
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.words import SIGNED, WORD, Words
+from papaya.secagg.words import RING_16, RING_32, Ring, Words
 from papaya.sim.protocol_updates import protocol_evaluation, protocol_vector
 from papaya.sim.tsa_twin import TsaTwin
 
 _UNLIKELY = 30.0  # 1e-13
+_DEVIATIONS = 8.0  # of the sum of many rounding errors
 Seed = tuple[bytes, int]
 """An identity of the TSA, and an index of its offers."""
 
@@ -103,6 +106,8 @@ class SecureAuditor:
         self._masks: dict[tuple[TaskId, int], Words] = {}
         self._devices_in: dict[tuple[bytes, bytes, int], dict[int, None]] = {}
         self._noise: list[float] = []
+        # What rounding at random has added to all sums so far, and the variance of that, in steps.
+        self._rounded, self._rounded_variance = 0.0, 0.0
         tsa.on_accepted = self._on_accepted
         tsa.on_released = self._on_released
 
@@ -231,10 +236,10 @@ class SecureAuditor:
         """The masked sum is that of its members, whose seeds are in the record's group."""
         self._recorded[record_key(task, row.target)] = row
         agreed = self._parameters[task, row.manifest]
-        expected = np.zeros(agreed.vector_words, WORD)
+        expected = np.zeros(agreed.vector_words, agreed.ring.word)
         for member in row.members:
             expected += self._masked_by(member, row.target, agreed)
-        tensors, _ = decode_tensors(blob, ["masked"], expected.size, WORD)
+        tensors, _ = decode_tensors(blob, ["masked"], expected.size, agreed.ring.word)
         same = bool(np.array_equal(tensors["masked"], expected))
         demand(same, f"the masked sum of record {row.target} of {task} is not that of its members")
 
@@ -256,7 +261,7 @@ class SecureAuditor:
             group == target,
             f"{session} is in record {target}, its seed in group {group} of the TSA",
         )
-        return np.frombuffer(sealed.update, WORD)
+        return np.frombuffer(sealed.update, agreed.ring.word)
 
     def is_dropped(self, task: TaskId, version: int) -> bool:
         """A masked buffer was given up: its version is the predecessor again."""
@@ -290,10 +295,11 @@ class SecureAuditor:
     def expected_mean(self, task: TaskId, record: RecordRow) -> Vector:
         """The mean of the members' updates, through the fixed point and back, in whole numbers."""
         parameters = self._parameters[task, record.manifest]
+        if parameters.ring == RING_16:
+            return self._mean_of_rounded(task, record, parameters)
         total, weight = [0] * parameters.length, 0
         for member in record.members:
-            sealed = self._sealed[member.session]
-            demand(not sealed.is_lie, f"{member.session} lied about its seed and was stepped with")
+            sealed = self._honest(member)
             uploaded = protocol_evaluation if parameters.weighting == "none" else protocol_vector
             vector = uploaded(member.session, parameters.length)
             steps, share = _fixed_point(parameters, vector, sealed)
@@ -306,16 +312,51 @@ class SecureAuditor:
         mean: Vector = np.array([float(step) * factor for step in total]).astype(FLOAT32)
         return mean
 
+    def _honest(self, member: Member) -> SealedOnce:
+        sealed = self._sealed[member.session]
+        demand(not sealed.is_lie, f"{member.session} lied about its seed and was stepped with")
+        return sealed
+
+    def _unmasked(self, task: TaskId, record: RecordRow, ring: Ring) -> list[int]:
+        """The released sum, without the constant."""
+        words = -self._masks[task, record.target]
+        for member in record.members:
+            words = words + np.frombuffer(self._sealed[member.session].update, ring.word)
+        count = int(words[-1])
+        demand(count == len(record.members), f"the constant of {task} says {count}")
+        return [int(word) for word in words[:-1].view(ring.signed)]
+
+    def _mean_of_rounded(
+        self, task: TaskId, record: RecordRow, parameters: PublicParameters
+    ) -> Vector:
+        """The mean of the released sum, after a look at how it was rounded."""
+        found = self._unmasked(task, record, RING_16)
+        exact = [Fraction(0)] * len(found)
+        for member in record.members:
+            vector = protocol_vector(member.session, parameters.length)
+            for at, value in enumerate(_unrounded(parameters, vector, self._honest(member))):
+                exact[at] += value
+                part = float(value % 1)
+                self._rounded_variance += part * (1 - part)
+        errors = [word - value for word, value in zip(found, exact, strict=True)]
+        most = max(map(abs, errors))
+        is_near = most < len(record.members) * (1 + 2.0**-16)
+        demand(is_near, f"a sum of {task} is off by {float(most):.3g} steps")
+        self._rounded += float(sum(errors))
+        limit = _DEVIATIONS * sqrt(self._rounded_variance) + 1
+        is_fair = abs(self._rounded) <= limit
+        demand(
+            is_fair, f"{task}: rounding has added {self._rounded:.1f} steps, at most {limit:.1f}"
+        )
+        *steps, weight = found
+        factor = parameters.step / (weight / parameters.levels)
+        return np.array([step * factor for step in steps]).astype(FLOAT32)
+
     def _noised(
         self, task: TaskId, record: RecordRow, parameters: PublicParameters, total: list[int]
     ) -> list[int]:
         """The released sum, after a look at its noise."""
-        words = -self._masks[task, record.target]
-        for member in record.members:
-            words = words + np.frombuffer(self._sealed[member.session].update, WORD)
-        count = int(words[-1])
-        demand(count == len(record.members), f"the constant of {task} says {count}")
-        found = [int(word) for word in words[:-1].view(SIGNED)]
+        found = self._unmasked(task, record, RING_32)
         sigma = float(parameters.sigma)
         self._noise += [(a - b) / sigma for a, b in zip(found, total, strict=True)]
         self._check_noise(task)
@@ -337,10 +378,24 @@ def _fixed_point(
     """What an honest device has to add, before its mask: weighted update, and weight."""
     if parameters.weighting == "none":  # counts: as they are
         return [round(value) for value in vector], parameters.levels
-    weight = min(sealed.examples, parameters.max_examples) / parameters.max_examples
-    weight = 1.0 if parameters.weighting == "equal" else weight
-    damping = parameters.damping.factor(sealed.staleness)
-    factor = weight * damping * (parameters.levels / parameters.clip)
+    weight, factor = _weight_and_factor(parameters, sealed)
     limit = parameters.levels
     steps = [max(-limit, min(limit, round(value * factor))) for value in vector]
     return steps, round(weight * limit)
+
+
+def _unrounded(
+    parameters: PublicParameters, vector: Iterable[float], sealed: SealedOnce
+) -> list[Fraction]:
+    """What an honest device has to add on average: weighted update, and weight."""
+    weight, factor = _weight_and_factor(parameters, sealed)
+    limit = Fraction(parameters.levels)
+    steps = [max(-limit, min(limit, Fraction(value * factor))) for value in vector]
+    return [*steps, Fraction(weight * parameters.levels)]
+
+
+def _weight_and_factor(parameters: PublicParameters, sealed: SealedOnce) -> tuple[float, float]:
+    weight = min(sealed.examples, parameters.max_examples) / parameters.max_examples
+    weight = 1.0 if parameters.weighting == "equal" else weight
+    damping = parameters.damping.factor(sealed.staleness)
+    return weight, weight * damping * (parameters.levels / parameters.clip)

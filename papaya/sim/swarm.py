@@ -57,6 +57,7 @@ _OPEN_BUFFERS = 2
 _SMALL_FLEET = 100
 _CLIP = 64.0
 _WITH_METHODS = 7  # seeds that end in it: the others keep their traces
+_WITH_16_BITS = 3
 _CAP = 5  # at most the least max_examples of a revision
 """Above the norm of every update that a simulated device makes."""
 
@@ -104,6 +105,8 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
     if Random(f"folds/{seed}").random() < 0.125:
         config = _with_overtaking_folds(config)
     config = _with_privacy(config, Random(f"privacy/{seed}"))
+    if seed % 10 == _WITH_16_BITS:
+        config = _with_16_bits(config)
     if seed % 10 == _WITH_METHODS:
         config = _with_methods(config, Random(f"methods/{seed}"))
     evaluations = Random(f"evaluations/{seed}")
@@ -325,6 +328,24 @@ def _with_privacy(config: ClusterConfig, rng: Random) -> ClusterConfig:
         return config
     population = structs.replace(config.population, size=_SMALL_FLEET)
     return structs.replace(config, tasks=tasks, population=population)
+
+
+def _with_16_bits(config: ClusterConfig) -> ClusterConfig:
+    """The secure tasks without noise have words of 16 bits, which one kind of devices lacks."""
+
+    def narrow(task: TaskConfig) -> TaskConfig:
+        if not task.is_secure or task.privacy is not None:
+            return task
+        needs = structs.replace(task.requirements, upload_bits=16)
+        return structs.replace(task, requirements=needs)
+
+    def capable(kind: DeviceKind) -> DeviceKind:
+        bits = 32 if kind.capabilities.labels == _LABELS[:1] else 8
+        can = structs.replace(kind.capabilities, upload_bits=bits)
+        return structs.replace(kind, capabilities=can)
+
+    tasks, kinds = tuple(map(narrow, config.tasks)), tuple(map(capable, config.kinds))
+    return config if tasks == config.tasks else structs.replace(config, tasks=tasks, kinds=kinds)
 
 
 def _with_methods(config: ClusterConfig, rng: Random) -> ClusterConfig:

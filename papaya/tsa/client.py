@@ -25,7 +25,7 @@ from papaya.secagg.errors import ChannelError
 from papaya.secagg.offer import KEY_BYTES, OFFER_BYTES, Offer
 from papaya.secagg.parameters import HASH_BYTES, PublicParameters
 from papaya.secagg.unmask import TakeBlock
-from papaya.secagg.words import BLOCK, WORD, WORD_BYTES, blocks
+from papaya.secagg.words import BLOCK, blocks
 from papaya.tsa import endpoint, wire
 from papaya.tsa.errors import TsaRefused, Unavailable
 from papaya.tsa.group import BATCH
@@ -80,7 +80,7 @@ class TsaClient:
 
     def register(self, parameters: PublicParameters) -> bytes:
         """Returns the hash by which the TSA knows these parameters."""
-        self._largest_bytes = max(self._largest_bytes, parameters.vector_words * WORD_BYTES)
+        self._largest_bytes = max(self._largest_bytes, parameters.vector_bytes)
         return self._call(wire.register_request(parameters.encode()), HASH_BYTES)
 
     def offers(self, parameters_hash: bytes, count: int) -> list[Offer]:
@@ -102,10 +102,10 @@ class TsaClient:
         """Pass the sum of the members' masks to `take`, block by block while it arrives."""
         request = wire.release_request(parameters.digest(), group, sorted(members))
         words = parameters.vector_words
-        scratch = np.empty(min(words, BLOCK), WORD)
+        scratch = np.empty(min(words, BLOCK), parameters.ring.word)
         with self._lock, _Broken(self._stream):
             masks = len(members) + (NOISE_AS_MASKS if parameters.is_private else 0)
-            self._ask(request, words * WORD_BYTES, masks * words * WORD_BYTES)
+            self._ask(request, parameters.vector_bytes, masks * parameters.vector_bytes)
             for block in blocks(words):
                 part = scratch[: block.stop - block.start]
                 self._read_into(part.nbytes, part.data.cast("B"))

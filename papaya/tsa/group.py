@@ -33,7 +33,7 @@ class Group:
 
     def __init__(self, parameters: PublicParameters, noise_key: bytes = b"") -> None:
         """`noise_key`: drawn for this group, if the parameters are private."""
-        self._words = parameters.vector_words
+        self._words, self._ring = parameters.vector_words, parameters.ring
         self._noise = Noise(noise_key, parameters.sigma) if parameters.is_private else None
         # All words but the constant.
         self._to_noise = parameters.length if parameters.is_private else 0
@@ -85,7 +85,7 @@ class Group:
         waiting = [self._seeds[i] for i in (self._seeds if total is None else self._waiting)]
         noised = 0 if total is None else self._noised
         if total is None:
-            total = sum_masks([], self._words)
+            total = sum_masks([], self._words, self._ring)
         add_masks(total, waiting)
         self._waiting.clear()
         self._sum, self._noised = total, noised
@@ -113,7 +113,8 @@ class Group:
         surplus = [s for i, s in self._seeds.items() if i not in wanted and i not in waiting]
         total, noised = self._taken(), self._noised
         if total is None or len(missing) + len(surplus) > len(members):
-            total, noised = sum_masks([self._seeds[index] for index in members], self._words), 0
+            seeds = [self._seeds[index] for index in members]
+            total, noised = sum_masks(seeds, self._words, self._ring), 0
         else:
             add_masks(total, missing)
             subtract_masks(total, surplus)

@@ -32,7 +32,7 @@ from papaya.secagg.errors import ChannelError, ParametersError
 from papaya.secagg.noise import KEY_BYTES as NOISE_KEY_BYTES
 from papaya.secagg.offer import KEY_BYTES, Offer, context
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.words import WORD_BYTES, Entropy, Words
+from papaya.secagg.words import Entropy, Words
 from papaya.tsa.errors import RefusalReason, TsaRefused
 from papaya.tsa.group import Group
 
@@ -149,7 +149,7 @@ class TSA:
 
     def _reserved_bytes(self, parameters: PublicParameters) -> int:
         # Every open group has a sum, and the last unmask is kept.
-        return (self._limits.open_groups + 1) * parameters.vector_words * WORD_BYTES
+        return (self._limits.open_groups + 1) * parameters.vector_bytes
 
     def forget(self, parameters_hash: bytes) -> int:
         """Drops a task with all that it holds; returns how many accepted seeds that were."""

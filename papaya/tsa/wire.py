@@ -11,7 +11,7 @@
     OFFERS     hash, count: u16                     → count × offer (112 bytes)
     ACCEPT     index: u64, group: u64, sealed: 64   →            85 bytes, frame and all
                                    or sealed: 80   →            for a task with noise
-    RELEASE    hash, group: u64, members × u64      → words: little-endian u32
+    RELEASE    hash, group: u64, members × u64      → words: little-endian u32, or u16
     DROP       hash, group: u64                     → seeds: u32
     FORGET     hash                                 → seeds: u32
     STATUS     hash                                 → see `encode_status`

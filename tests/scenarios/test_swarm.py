@@ -35,6 +35,8 @@ BEGINS_AT = {
     "revised-client-weighed-by-the-new-manifest": 11,
     "revoked-sessions-go-on": 9,
     "seed-accepted-twice": 55,
+    "ring-wraps": 13,
+    "rounding-down": 13,
     "settled-ignored": 381,
     "staleness-from-the-wrong-version": 2,
     "staleness-not-computed-by-the-client": 4,

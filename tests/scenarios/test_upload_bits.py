@@ -1,11 +1,14 @@
-"""A task with updates in 8 bits in a whole simulated system, and the devices that it needs."""
+"""Tasks with updates in fewer bits in a whole simulated system, and the devices they need."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from papaya.client.work import Train
-from papaya.config import AsyncFL, Requirements, SecureAggregation, TaskConfig
+from papaya.config import AsyncFL, Privacy, Requirements, SecureAggregation, TaskConfig
+from papaya.config.upload_bits import UploadBits
 from papaya.errors import ConfigError
 from papaya.messages.selection import Capabilities
 from papaya.sim.checkers import Auditor
@@ -42,13 +45,52 @@ def test_only_devices_that_can_encode_it_take_part_and_every_update_counts() -> 
     assert auditor.books["bits"].steps > 2
 
 
-def test_secure_aggregation_needs_whole_words() -> None:
-    with pytest.raises(ConfigError, match="upload_bits"):
-        TaskConfig(
-            task="bits",
-            concurrency=12,
-            model_length=300,
-            requirements=BITS,
-            clip=1.0,
-            secure_aggregation=SecureAggregation(),
-        )
+def a_secure_task(bits: UploadBits, **changes: Any) -> TaskConfig:
+    fields: dict[str, Any] = {
+        "task": "bits",
+        "concurrency": 12,
+        "model_length": 30,
+        "regime": AsyncFL(3),
+        "requirements": Requirements(upload_bits=bits),
+        "clip": 64.0,
+        "secure_aggregation": SecureAggregation(),
+    }
+    return TaskConfig(**(fields | changes))
+
+
+def test_masked_words_of_16_bits_make_versions_with_devices_that_know_them() -> None:
+    """The auditor computes each masked sum and each version again."""
+    task, trained, auditor = a_secure_task(16), Trained(), Auditor()
+    assert task.update_bytes == 2 * (30 + 2)
+    cluster = Cluster(ClusterConfig(tasks=(task,), kinds=KINDS), 1, observers=[trained, auditor])
+    cluster.run(600.0)
+    assert len(trained.bits) > 10
+    assert set(trained.bits) == {8, 16}
+    assert auditor.books["bits"].steps > 2
+    assert auditor.books["bits"].dropped == 0
+
+
+def test_masked_words_have_16_bits_or_more() -> None:
+    with pytest.raises(ConfigError, match=r"requirements.upload_bits = 8: .* 32 or 16 bits"):
+        a_secure_task(8)
+
+
+def test_noise_needs_words_of_32_bits() -> None:
+    privacy = Privacy(clip=64.0, max_participations=1, delta=1e-6, noise_multiplier=1.0)
+    with pytest.raises(ConfigError, match=r"requirements.upload_bits = 16: .* no room for noise"):
+        a_secure_task(16, privacy=privacy)
+
+
+def test_too_many_clients_leave_too_few_levels() -> None:
+    with pytest.raises(ConfigError, match=r"leaves 15 .* levels in 16 bits .* needs 16") as caught:
+        a_secure_task(16, regime=AsyncFL(2000))
+    assert "below 1928" in caught.value.hint
+    assert "requirements.upload_bits=32" in caught.value.hint
+
+
+def test_the_rounding_error_is_known_at_submission() -> None:
+    task = a_secure_task(16, regime=AsyncFL(100), model_length=400_000)
+    error = task.rounding_error
+    assert error == pytest.approx(400_000**0.5 / 2 / 326 / 10)
+    assert any("9.7 % of the clip" in warning for warning in task.warnings())
+    assert a_secure_task(32).rounding_error is None

@@ -34,6 +34,7 @@ from papaya.messages.storage import (
     optimizer_key,
     task_key,
 )
+from papaya.secagg.words import RING_16
 from papaya.sim.protocol_updates import protocol_vector
 from papaya.store.blobs import Blobs, FolderBlobs
 from papaya.store.state import SqliteState
@@ -132,6 +133,9 @@ class Books:
         # Never damped and divided by a power of two: then not even rounding is allowed.
         goal, is_sync = self.config.aggregation_goal, self.config.max_staleness == 0
         tolerance = 0.0 if is_sync and goal & (goal - 1) == 0 else _ROUNDING
+        agreed = self.config.public_parameters
+        if agreed is not None and agreed.ring == RING_16:
+            tolerance = goal * agreed.step
         worst = float(np.abs(found - expected).max())
         assert worst <= tolerance, f"{what} is not the sum of its members: off by {worst}"
 

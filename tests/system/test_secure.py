@@ -28,6 +28,7 @@ from papaya.config import (
     AsyncFL,
     EvaluationPlan,
     OptimizerConfig,
+    Requirements,
     SecureAggregation,
     TaskConfig,
 )
@@ -37,6 +38,7 @@ from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId
 from papaya.messages.storage import CLUSTER_KEY, ClusterKeyRow, RecordRow
 from papaya.secagg.parameters import EXTRA_WORDS
+from papaya.secagg.words import Ring
 from papaya.tsa.client import TsaClient
 from tests.system.admin import Admin
 from tests.system.fleet import Book, Work, briefly, fleet
@@ -115,6 +117,11 @@ class SecureBooks(Books):
         found = self.versions
         return [v for v in found if v and found[v].parameters == found[v - 1].parameters]
 
+    @property
+    def ring(self) -> Ring:
+        assert self.config.public_parameters is not None
+        return self.config.public_parameters.ring
+
     def _check_version(self, version: int) -> None:
         if version in self.dropped:
             assert 1 <= len(self.consumed[version].members) <= GOAL
@@ -123,7 +130,7 @@ class SecureBooks(Books):
 
     def _check_sum(self, record: RecordRow) -> None:
         words = self.config.model_length + EXTRA_WORDS
-        total = MaskedSum.decode(self.blobs.get(record.sum), words)
+        total = MaskedSum.decode(self.blobs.get(record.sum), words, self.ring)
         assert total.weight == record.weight == len(record.members)
 
 
@@ -180,12 +187,17 @@ async def _version(admin: Admin, version: int) -> None:
 
 
 def test_masked_updates_make_versions_and_evaluations(tmp_path: Path) -> None:
-    config = structs.replace(CONFIG, evaluation=EvaluationPlan(every_versions=2, clients=GOAL))
+    """Updates in words of 16 bits; evaluations are exact and have 32."""
+    config = structs.replace(
+        CONFIG,
+        evaluation=EvaluationPlan(every_versions=2, clients=GOAL),
+        requirements=Requirements(upload_bits=16),
+    )
     with Installation(tmp_path) as installation:
         server = installation.add(server=SERVER).start()
         admin = admin_of(installation, server)
         admin.submit(config)
-        book = asyncio.run(_until_evaluated(installation, server, admin))
+        book = asyncio.run(_until_evaluated(installation, server, admin, TaskTerms.of(config)))
         assert server.stop() == 0
         books = SecureBooks(installation.data, CONFIG.task)
         books.check(book.of(CONFIG.task))
@@ -193,7 +205,9 @@ def test_masked_updates_make_versions_and_evaluations(tmp_path: Path) -> None:
         assert books.dropped == []
 
 
-async def _until_evaluated(installation: Installation, server: ServerProcess, admin: Admin) -> Book:
+async def _until_evaluated(
+    installation: Installation, server: ServerProcess, admin: Admin, terms: TaskTerms
+) -> Book:
     believed = await asyncio.to_thread(trust, installation, server)
     folder, token = installation.folder / "devices", installation.secret("device.token")
     async with fleet(
@@ -204,7 +218,7 @@ async def _until_evaluated(installation: Installation, server: ServerProcess, ad
         briefly,
         evaluation=lambda _: evaluation_vector(0, 3.5, 1).tobytes(),
         trust=believed,
-        terms=terms_of,
+        terms=lambda task: terms if task == CONFIG.task else None,
     ) as flying:
         line = await asyncio.to_thread(
             admin.until_task,

@@ -155,6 +155,12 @@ def run(options: TaskSubmitOptions) -> int:
             warnings.append(_renamed(loaded.task.name, config.task))
     for warning in warnings:
         note(f"warning: {warning}")
+    if config.rounding_error is not None:
+        note(
+            f"masked words of 16 bits: rounding changes the mean of {config.aggregation_goal} "
+            f"updates by at most {config.rounding_error:.2%} of the clip (root mean square), if "
+            "all have the largest weight"
+        )
     if config.privacy is not None:
         earlier = [] if found is None else earlier_terms(client, config.task, found.owner)
         for line in privacy_in_words(config, earlier):

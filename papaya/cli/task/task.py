@@ -439,7 +439,9 @@ def _combining(config: TaskConfig) -> str:
     """How updates are uploaded and combined, unless it is the default."""
     words = []
     if config.upload_bits < 32:
-        words.append(f"uploaded in {config.upload_bits} bits")
+        error = config.rounding_error
+        rounded = "" if error is None else f" (rounding error at most {error:.2g} × clip)"
+        words.append(f"uploaded in {config.upload_bits} bits{rounded}")
     if config.aggregation != Aggregation():
         words.append(f"combined by {config.aggregation.kind}")
     if config.weighting != Weighting():

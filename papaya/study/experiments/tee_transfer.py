@@ -34,7 +34,7 @@ from matplotlib.figure import Figure
 
 from papaya.secagg.channel import SEALED_BYTES
 from papaya.secagg.parameters import EXTRA_WORDS, HASH_BYTES
-from papaya.secagg.words import WORD_BYTES
+from papaya.secagg.words import RING_32
 from papaya.sim.plots import COLORS, prepare, save
 from papaya.study.experiments.result import Finding, Result
 from papaya.study.experiments.runs import Scale
@@ -120,7 +120,7 @@ def _messages(k: int, model_bytes: int, design: Design) -> list[tuple[int, int]]
         answer = len(wire.frame_head(wire.DONE, model_bytes)) + model_bytes
     else:
         per_client = SEED_MESSAGE_BYTES
-        answer = len(wire.frame_head(wire.DONE, 0)) + model_bytes + EXTRA_WORDS * WORD_BYTES
+        answer = len(wire.frame_head(wire.DONE, 0)) + model_bytes + EXTRA_WORDS * RING_32.word_bytes
     return [*[(per_client, _ANSWER_BYTES)] * k, (listed, answer)]
 
 

@@ -127,7 +127,7 @@ class Deployment:
 
     def unmasked(self, updates: list[SealedUpdate], group: int = 0) -> Words:
         """What an aggregator computes: folds, releases, unmasks."""
-        total = np.zeros(self.parameters.vector_words, WORD)
+        total = np.zeros(self.parameters.vector_words, self.parameters.ring.word)
         for update in updates:
             total += update.masked
         members = sorted(update.index for update in updates)

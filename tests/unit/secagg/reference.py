@@ -65,16 +65,30 @@ def aes128(key: bytes, block: bytes) -> bytes:
     return state
 
 
-def mask(seed: bytes, length: int) -> list[int]:
-    """The keystream from counter zero, as little-endian 32-bit words."""
-    stream = b"".join(aes128(seed, n.to_bytes(16, "big")) for n in range(length // 4 + 1))
-    return [int.from_bytes(stream[4 * at : 4 * at + 4], "little") for at in range(length)]
+def mask(seed: bytes, length: int, bits: int = 32, counter: int = 0) -> list[int]:
+    """The keystream from this counter on, as little-endian words."""
+    size = bits // 8
+    blocks = range(counter, counter + length * size // 16 + 1)
+    stream = b"".join(aes128(seed, n.to_bytes(16, "big")) for n in blocks)
+    return [int.from_bytes(stream[size * at : size * (at + 1)], "little") for at in range(length)]
 
 
 def encoded(value: float, factor: float, limit: int) -> int:
     """The group element of one value: exact rounding of the float64 product, half to even."""
     nearest = round(Fraction(float(value) * factor))
     return max(-limit, min(limit, nearest)) % 2**32
+
+
+def encoded_16(
+    values: list[float], weight: float, factor: float, limit: int, seed: bytes
+) -> list[int]:
+    """The values and the weight as words of 16 bits, rounded at random by the seed."""
+    first, *draws = mask(seed, len(values) + 1, 16, 2**127)
+    fine = [round(Fraction(float(value) * factor * 65536)) for value in values]
+    steps = [max(-limit * 65536, min(limit * 65536, each)) for each in fine]
+    words = [(t + r) // 65536 for t, r in zip(steps, draws, strict=True)]
+    words.append((round(Fraction(weight * limit * 65536)) + first) // 65536)
+    return [word % 65536 for word in words]
 
 
 def hkdf_sha256(secret: bytes, info: bytes, size: int) -> bytes:

@@ -23,6 +23,8 @@ PARAMETERS = (
     '"scheme":"papaya-secagg-1","task":"next-word","threshold":2,"weighting":"examples"}'
 )
 LEVELS = (2**31 - 1) // 4 - 1
+PARAMETERS_16 = PARAMETERS.replace("papaya-secagg-1", "papaya-secagg-3")
+LEVELS_16 = (2**15 - 1) // 4 - 1
 DELTA = [0.0, 0.25, -0.25, 0.875, -0.0078125]  # its norm is below the clip
 
 
@@ -45,6 +47,11 @@ def made() -> dict[str, Any]:
     plain += [round(weight * LEVELS), 1]
     words = reference.mask(seed, 7)
     masks = {key.hex(): reference.mask(key, 9) for key in (bytes(16), bytes(range(16)), seed)}
+    plain_16 = reference.encoded_16(
+        DELTA, weight, weight * damping * (LEVELS_16 / 1.0), LEVELS_16, seed
+    )
+    plain_16.append(1)
+    words_16 = reference.mask(seed, 7, 16)
     return {
         "parameters": PARAMETERS,
         "parameters_sha256": digest.hex(),
@@ -62,6 +69,12 @@ def made() -> dict[str, Any]:
         "staleness": 3,
         "encoded": plain,
         "masked": [(a + b) % 2**32 for a, b in zip(plain, words, strict=True)],
+        "in_16_bits": {
+            "parameters": PARAMETERS_16,
+            "parameters_sha256": hashlib.sha256(PARAMETERS_16.encode()).hexdigest(),
+            "encoded": plain_16,
+            "masked": [(a + b) % 2**16 for a, b in zip(plain_16, words_16, strict=True)],
+        },
     }
 
 
