@@ -205,6 +205,26 @@ class PrivacyAccount:
                 return f"collection {collection!r} has a privacy budget, and {what} no noise"
         return ""
 
+    def check_state(self, use: PlannedUse, state: bytes) -> None:
+        """GivenUp if this state of a private task could pass on what its collection has deleted to
+        an update in another window of the budget.
+        """
+        terms = use.terms
+        if not state or terms is None or not terms.privacy:
+            return
+        collection = terms.collection or ""
+        policy = self._store.collections.get(collection)
+        window_s = None if policy is None or policy.budget is None else policy.budget.window_s
+        if policy is not None and window_s is not None and window_s < 2 * policy.max_age_s:
+            raise GivenUp(
+                "declined",
+                f"task {use.task} keeps personal tensors on this device: the budget of collection "
+                f"{collection!r} has window_s = {window_s:.0f}, which must be at least 2 x "
+                f"max_age_s = {2 * policy.max_age_s:.0f}",
+                hint="in the policy file, make budget.window_s longer, leave it out, or keep "
+                "examples for a shorter time",
+            )
+
     def spend(self, use: PlannedUse, now: float) -> None:
         """Charge durably. GivenUp if it is more than the budget."""
         if (charge := _charge_of(use)) is not None:

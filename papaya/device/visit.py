@@ -344,6 +344,7 @@ class DeviceVisit:
                 length = trained_length(terms, joined)
                 began_at = self._process.now()
                 state = await asyncio.to_thread(store.state_of, self._state_name(program), program)
+                self._check_state(state)
                 assignment = TrainingRequest(
                     effect.task,
                     program,
@@ -359,6 +360,7 @@ class DeviceVisit:
                     device_state=state,
                 )
                 trained = await self._equipment.trainer.train(assignment, store)
+                self._check_state(trained.device_state)
                 if trained.device_state and terms and terms.collection and not joined.evaluates:
                     self._left = _LeftState(
                         self._state_name(program),
@@ -383,6 +385,10 @@ class DeviceVisit:
         """Under which name this device keeps the state of a task: the same for all its runs."""
         bundle = self._bundle(program)
         return program if bundle is None else f"{bundle.manifest.owner}/{bundle.manifest.task}"
+
+    def _check_state(self, state: bytes) -> None:
+        if (account := self._equipment.account) is not None and self._planned is not None:
+            account.check_state(self._planned, state)
 
     async def _keep_state(self) -> None:
         """Once the server has acknowledged the update: an update that is not counted must not

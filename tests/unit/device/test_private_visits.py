@@ -70,6 +70,13 @@ class RevisedTrainer(PrivateTrainer):
         return trained
 
 
+class PersonalTrainer(PrivateTrainer):
+    """The task has personal tensors."""
+
+    async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
+        return structs.replace(await super().train(assignment, store), device_state=b"head")
+
+
 def visit(
     path: Path,
     found: TaskTerms,
@@ -122,6 +129,27 @@ def test_a_revision_during_training_does_not_change_the_charge(tmp_path: Path) -
     path = tmp_path / "device.db"
     visit(path, terms(2.0), trainer=RevisedTrainer)
     assert charges(path) == [0.125], "the update was made under the earlier noise multiplier"
+
+
+@pytest.mark.parametrize(("ages", "is_counted"), [(1, False), (2, True), (None, True)])
+def test_personal_tensors_need_a_window_of_twice_the_age_of_examples(
+    ages: int | None, is_counted: bool, tmp_path: Path
+) -> None:
+    """They pass on what they have learnt from an example after it was deleted."""
+    window_s = None if ages is None else ages * UsePolicy().max_age_s
+    path = tmp_path / "device.db"
+    finish, detail, fake = visit(
+        path, terms(2.0), structs.replace(BUDGET, window_s=window_s), PersonalTrainer
+    )
+    assert (finish.ending == "counted") == is_counted
+    if not is_counted:
+        assert finish == Finish("failed", "declined")
+        assert "window_s = 2592000" in detail
+        assert "2 x max_age_s = 5184000" in detail
+        assert "chunk" not in fake.seen
+        assert charges(path) == []
+        with ExampleStore(path, {}) as store:
+            assert store.state_of(KEY.partition("/")[0], KEY.partition("/")[0]) == b""
 
 
 def test_a_device_declines_what_it_cannot_afford_and_keeps_the_reason(tmp_path: Path) -> None:
