@@ -80,8 +80,11 @@ def rerun_task(options: SimulateOptions, path: Path) -> int:
     file = read_run_file(path)
     task = None if options.task_file is None else str(options.task_file)
     prepared = prepared_again(path, file, task, options.data)
+    # Never over the results of a run, nor into the folder of another one by default.
+    is_default = options.output == type(options).output
     same_folder = options.output.resolve() == path.resolve().parent
-    folder = make_folder(options.output / "rerun" if same_folder else options.output)
+    folder = make_folder(path.parent / "rerun" if is_default or same_folder else options.output)
+    note(f"results go to {folder} (--output)")
     note(prepared.about)
     for difference in (others := other_versions(file)):
         note(f"warning: not as in {path}: {difference}")

@@ -410,8 +410,10 @@ def test_a_run_is_repeated_from_its_file(
     file["result"]["loss"] += 1e-9
     file["versions"]["numpy"] = "1.0"
     (tmp_path / "one" / "run.json").write_bytes(msgspec.json.encode(file))
-    assert main([*again, "--output", str(tmp_path / "three")]) == 1
+    assert main(again) == 1
     told = capsys.readouterr().err
+    assert f"results go to {tmp_path / 'one' / 'rerun'} (--output)" in told
+    assert files_of(tmp_path / "one" / "rerun") == files_of(tmp_path / "two")
     assert "differs from" in told
     assert "was 1.0" in told
     assert main([*again, "--seed", "3"]) == 2, "a repetition has the settings of its file"

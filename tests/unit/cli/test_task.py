@@ -288,6 +288,7 @@ def test_settings_are_changed_by_name() -> None:
         ("concurency=3", "no setting concurency", "did you mean concurrency?"),
         ("stop.version=3", "no setting stop.version", "did you mean stop.versions?"),
         ("versions=3", "no setting versions", "did you mean stop.versions?"),
+        ("upload_bits=8", "no setting upload_bits", "did you mean requirements.upload_bits?"),
         ("xyz=3", "no setting xyz", "configuration.md"),
         ("task=x", "cannot change task", "--name"),
         ("model_length=3", "cannot change model_length", "model"),
