@@ -124,18 +124,27 @@ def wait_for(
 ) -> PointRow:
     """The version with its histogram, once devices have made it."""
     while True:
-        view = client.get(task_path(started.task), TaskDetail).task
+        detail = client.get(task_path(started.task), TaskDetail)
+        view = detail.task
         if view.state == "completed":
             break
         if view.state == "cancelled":
-            raise OperatorError(
-                f"there is no histogram: {view.why}",
-                hint=f"papaya task show {started.task} says how participations ended",
-            )
+            raise OperatorError(f"there is no histogram: {view.why}", hint=_why_none(detail))
         sleep(_POLL_S)
     path = task_path(task, f"points?after={started.version - 1}")
     points = client.get(path, tuple[PointRow, ...])
     return next(point for point in points if point.version == started.version)
+
+
+def _why_none(detail: TaskDetail) -> str:
+    """Only a device knows its budget: a server sees that devices decline, or that none comes."""
+    how = f"papaya task show {detail.task.task} says how participations ended"
+    if detail.endings and not detail.endings.get("left_declined"):
+        return how
+    return (
+        "devices may have spent what the task allows them, or their own privacy budgets: "
+        f"papaya client budget shows it on a device; {how}"
+    )
 
 
 def _newest(client: AdminClient, task: str) -> PointRow:
