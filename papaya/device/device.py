@@ -177,7 +177,8 @@ class Device:
             assert machine.task is not None
             detail = await self._prepare(machine.task, finish.reason)
         if finish.ending == "rejected":
-            detail = "; ".join(dict.fromkeys(filter(None, (detail, *excluded.values()))))
+            reasons = (detail, *excluded.values(), *await self._spent())
+            detail = "; ".join(dict.fromkeys(filter(None, reasons)))
             detail = detail or self._no_task_of_owners()
         ended = (finish.ending, finish.reason, machine.task, detail, visit.explanation)
         self._notify(VisitEnded(self.name, self._process.now(), *ended))
@@ -207,6 +208,23 @@ class Device:
         without_examples = await asyncio.to_thread(store.without_examples, self.store)
         over_budget = await asyncio.to_thread(store.barred, why_not)
         return store.refused(now) | without_examples | over_budget
+
+    async def _spent(self) -> list[str]:
+        """Task files that this device cannot train now because of its privacy budgets, in words.
+        The server does not know why: the device only excludes the task, or declines it.
+        """
+        bundles, trainer = self._bundles, self._trainer
+        names: tuple[TaskId, ...] = getattr(trainer, "tasks", ())  # an app's own may have none
+        found = []
+        for name in names:
+            terms = trainer.terms(name)
+            is_file = bundles is None or bundles.of_run(name) is None
+            if is_file and terms is not None and terms.privacy:
+                use = PlannedUse.of_file(terms, name, evaluates=False)
+                found.append(
+                    await asyncio.to_thread(self._account.why_not, use, self._process.now())
+                )
+        return found
 
     async def _prepare(self, task: TaskId, head_key: BlobKey) -> str:
         """Fetch the bundle of a task, outside any session. Returns the problem, if there is one."""

@@ -23,6 +23,7 @@ from papaya.device.example_store import ExampleStore
 from papaya.device.executor import GivenUp
 from papaya.device.use_policy import PrivacyBudget
 from papaya.learning.definition import TaskTerms
+from papaya.messages.base import TaskId
 from papaya.secagg.channel import DEVICE_TAG_BYTES
 from papaya.secagg.words import Entropy
 
@@ -140,7 +141,10 @@ class PrivacyLedger:
             charge.kind,
         )
         if times >= charge.most:
-            return f"task {charge.task}: this device has taken part {times} times ({charge.kind})"
+            return (
+                f"the privacy budget for task {charge.task} is spent: this device has taken part "
+                f"{times} times ({charge.kind})"
+            )
         if allowance is None:
             return ""
         budget, share = allowance
@@ -153,8 +157,9 @@ class PrivacyLedger:
         ):
             if spent > limit * _SLACK:
                 return (
-                    f"task {charge.task}: collection {charge.collection!r} would have spent rho = "
-                    f"{spent:.4g}, {whose} is {limit:.4g}"
+                    f"too little is left of the privacy budget: after task {charge.task}, "
+                    f"collection {charge.collection!r} would have spent rho = {spent:.4g}, "
+                    f"{whose} is {limit:.4g}"
                 )
         return ""
 
@@ -178,6 +183,12 @@ class PlannedUse(NamedTuple):
     share: float
     evaluates: bool
 
+    @classmethod
+    def of_file(cls, terms: TaskTerms | None, program: TaskId, *, evaluates: bool) -> Self:
+        """Of a task file of this device, which counts under its own name, not under an alias."""
+        name = program if terms is None else terms.task or program
+        return cls(terms, "", name, 1.0, evaluates)
+
 
 class PrivacyAccount:
     """Applies the budgets of a device's policies to its ledger.
@@ -196,13 +207,14 @@ class PrivacyAccount:
             return self._ledger.why_not(charge, self._allowance(use, charge), now)
         policies, terms = self._store.collections, use.terms
         if terms is not None and terms.privacy:
-            return "evaluations of this task have no noise"
+            return f"evaluations of task {use.task} have no noise"
         limited = sorted(name for name, policy in policies.items() if policy.budget is not None)
         used = limited if terms is None else [terms.collection or ""]
         for collection in used:
             if collection in limited:
-                what = "evaluations of this task have" if use.evaluates else "this task has"
-                return f"collection {collection!r} has a privacy budget, and {what} no noise"
+                what = "evaluations of task {} have" if use.evaluates else "task {} has"
+                noise = f"{what.format(use.task)} no noise"
+                return f"collection {collection!r} has a privacy budget, and {noise}"
         return ""
 
     def check_state(self, use: PlannedUse, state: bytes) -> None:

@@ -315,8 +315,7 @@ class DeviceVisit:
         program = task_of(joined.parameters)
         terms, bundle = self._equipment.trainer.terms(program), self._bundle(program)
         if bundle is None or bundles is None:
-            name = program if terms is None else terms.task or program
-            return PlannedUse(terms, "", name, 1.0, joined.evaluates)
+            return PlannedUse.of_file(terms, program, evaluates=joined.evaluates)
         share, manifest = bundles.policy_of(bundle).budget_share, bundle.manifest
         return PlannedUse(terms, manifest.owner, manifest.task, share, joined.evaluates)
 

@@ -24,10 +24,12 @@ from papaya.learning import parameters
 from papaya.learning.parameters import FLOAT32
 from papaya.learning.private_evaluation import BINS, norm_bin, upper_edge
 from papaya.messages.storage import (
+    EndingsRow,
     OptimizerRow,
     PointRow,
     Transaction,
     VersionRow,
+    endings_key,
     optimizer_key,
     point_key,
     version_key,
@@ -151,6 +153,24 @@ def test_norms_wait_for_devices_and_end_with_the_measurement(server: AdminServer
         wait_for(client, "emoji", started, lambda _: end_with(started, (900.0,) * BINS))
 
 
+@pytest.mark.parametrize(
+    ("endings", "is_told"),
+    [({}, True), ({"left_declined": 3, "counted": 1}, True), ({"left_diverged": 3}, False)],
+)
+def test_norms_hint_at_budgets_that_are_spent(
+    server: AdminServer, endings: dict[str, int], is_told: bool
+) -> None:
+    system = server.system
+    started = server.call(system.service.evaluate("next-word", Evaluate(norms=True), BY))
+    row = EndingsRow(1, endings)
+    system.change(Transaction(put=((endings_key(started.task), row),)))
+    server.call(system.service.set_state(started.task, "cancelled", BY))
+    with pytest.raises(OperatorError, match="no histogram") as caught:
+        wait_for(client_for(ConnectionOptions(admin=server.url)), "next-word", started)
+    assert ("papaya client budget" in caught.value.hint) == is_told
+    assert "says how participations ended" in caught.value.hint
+
+
 # -- on the device ------------------------------------------------------------------------------
 
 
@@ -182,7 +202,7 @@ def test_a_device_shows_what_it_has_spent_on_what(
     assert shown_budget("--store", str(path)) == 0
     first, evaluated, trained, photos, faces = capsys.readouterr().out.splitlines()
     assert first.startswith("keyboard: spent epsilon = 3.")
-    assert first.endswith("per 90 days")
+    assert first.endswith("per 90 days"), "enough is left"
     assert evaluated == "  next-word of owner aaaaaaaa, evaluate: 1 participation, rho = 0.03125"
     assert trained == "  next-word of owner aaaaaaaa, train: 2 participations, rho = 0.25"
     assert photos.startswith("photos: no budget; spent epsilon = ")
@@ -192,3 +212,29 @@ def test_a_device_shows_what_it_has_spent_on_what(
     assert found["keyboard"]["spent_rho"] == pytest.approx(0.28125)
     assert found["keyboard"]["budget"]["epsilon"] == 8.0
     assert found["photos"]["budget"] is None
+    assert found["photos"]["device"] == "device"
+
+
+def test_several_devices_are_in_a_folder_and_say_that_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(OperatorError, match="no device file in"):
+        shown_budget("--store", str(tmp_path))
+    limit = PrivacyBudget(epsilon=8.0, delta=1e-7)
+    policies = {"keyboard": UsePolicy(tasks=("*",), budget=limit)}
+    for device, times in ((2, 3), (10, 1)):
+        path = tmp_path / f"device-{device}.db"
+        with ExampleStore(path, policies), PrivacyLedger(path) as ledger:
+            for _ in range(times):
+                ledger.spend(
+                    Charge("keyboard", "", "next-word", "train", 0.3 * limit.rho, 9), None, 1.0
+                )
+    assert shown_budget("--store", str(tmp_path)) == 0
+    second, spent, _, tenth, other, _ = capsys.readouterr().out.splitlines()
+    assert (second, tenth) == ("device-2.db:", "device-10.db:")
+    assert spent.endswith("of epsilon = 8; too little is left for another participation")
+    assert other.endswith("of epsilon = 8")
+    assert shown_budget("--store", str(tmp_path), "--format", "json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["device"] for each in found] == ["device-2", "device-10"]
+    assert found[0]["left_rho"] == pytest.approx(0.1 * limit.rho)

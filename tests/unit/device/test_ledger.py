@@ -122,7 +122,7 @@ def test_a_collection_with_a_budget_takes_part_in_nothing_without_noise(tmp_path
     with ExampleStore(path, policies) as store, PrivacyLedger(path) as ledger:
         account = PrivacyAccount(ledger, store)
         assert account.why_not(a_use(), NOW) == ""
-        assert "this task has no noise" in account.why_not(a_use(None), NOW)
+        assert "task next-word has no noise" in account.why_not(a_use(None), NOW)
         assert "evaluations" in account.why_not(a_use(None, evaluates=True), NOW)
         unknown = PlannedUse(None, "", "any", 1.0, evaluates=False)
         assert "keyboard" in account.why_not(unknown, NOW)

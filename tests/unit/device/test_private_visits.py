@@ -20,6 +20,7 @@ from papaya.device.training import ProtocolTrainer, TrainingRequest
 from papaya.device.use_policy import PrivacyBudget, UsePolicy
 from papaya.learning.definition import TaskTerms
 from papaya.learning.private_evaluation import BINS, norm_bin, private_evaluation_length
+from papaya.messages.selection import Rejected
 from tests.unit.device.fake_selector import (
     KEY,
     UPDATE,
@@ -235,7 +236,22 @@ def test_a_server_that_uses_another_name_does_not_reset_the_count(tmp_path: Path
     other = joined(task="renamed", parameters=KEY.replace("next-word", "renamed"))
     finish, detail, _ = visit(path, found, join=answer(other))
     assert finish == Finish("failed", "declined")
-    assert "task in-the-file: this device has taken part 1 times" in detail
+    assert "budget for task in-the-file is spent: this device has taken part 1 times" in detail
+
+
+class FileTrainer(PrivateTrainer):
+    tasks = ("next-word",)
+
+
+def test_a_rejected_device_says_that_its_budget_for_a_task_is_spent(tmp_path: Path) -> None:
+    """The server only knows that the device excludes the task."""
+    path, found = tmp_path / "device.db", terms(2.0, most=1)
+    rejected: dict[str, Any] = {"check-in": answer(Rejected("no demand", 3.0, 9.0))}
+    _, before, _ = visit(path, found, trainer=FileTrainer, **rejected)
+    assert before == ""
+    visit(path, found, trainer=FileTrainer)
+    _, after, _ = visit(path, found, trainer=FileTrainer, **rejected)
+    assert "the privacy budget for task next-word is spent" in after
 
 
 def test_participations_are_counted_whatever_the_server_says(tmp_path: Path) -> None:
