@@ -79,15 +79,10 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     server: ServerConfig = ServerConfig()
 
     def __post_init__(self) -> None:
-        for field in ("devices", "admin", "servers"):
-            address(field, getattr(self, field))
-        for coordinator in self.coordinators:
-            address("coordinators", coordinator)
+        self._check_addresses()
         if self.state is not None:
             check_state_url(self.state)
         self._check_blobs()
-        if self.announce is not None:
-            address("announce", self.announce)
         require(
             self.device_tokens in ("shared", "signed", "none")
             or re.fullmatch(r"[\w.]+:\w+", self.device_tokens) is not None,
@@ -96,6 +91,41 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "is not a known way to verify devices",
             "use shared, signed, none, or package.module:name of a verifier",
         )
+        self._check_certificates()
+        self._check_tsas()
+        self._check_webhooks()
+        for extension in self.extensions:
+            require(
+                _EXTENSION.fullmatch(extension) is not None,
+                "extensions",
+                extension,
+                "is not group:name of an extension",
+                "groups are server_optimizers, aggregation_rules and staleness_functions, for "
+                'example extensions = ["server_optimizers:lamb"]',
+            )
+        if self.fold_threads is not None:
+            require_count("fold_threads", self.fold_threads)
+        for field in ("upload_memory_mb", "max_connections", "max_connections_per_address"):
+            require_count(field, getattr(self, field))
+        require_positive_s("drain_s", self.drain_s)
+
+    def _check_addresses(self) -> None:
+        for field in ("devices", "admin", "servers"):
+            address(field, getattr(self, field))
+        for coordinator in self.coordinators:
+            address("coordinators", coordinator)
+        if self.announce is not None:
+            address("announce", self.announce)
+        for proxy in self.proxies:
+            require(
+                _is_network(proxy),
+                "proxies",
+                proxy,
+                "is not an IP address or network",
+                'write addresses or networks, for example proxies = ["10.0.0.0/8"]',
+            )
+
+    def _check_certificates(self) -> None:
         require(
             (self.tls_certificate is None) == (self.tls_key is None),
             "tls_key",
@@ -118,18 +148,10 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "certificates between roles need TLS between roles",
             "remove servers_tls = false, or servers_certificate, servers_key and servers_authority",
         )
+
+    def _check_tsas(self) -> None:
         for tsa in self.tsa_addresses:
             self._check_tsa(tsa)
-        self._check_webhooks()
-        for extension in self.extensions:
-            require(
-                _EXTENSION.fullmatch(extension) is not None,
-                "extensions",
-                extension,
-                "is not group:name of an extension",
-                "groups are server_optimizers, aggregation_rules and staleness_functions, for "
-                'example extensions = ["server_optimizers:lamb"]',
-            )
         require(
             self.tsa_platform == "software" or bool(self.tsa),
             "tsa",
@@ -144,19 +166,6 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             f"quotes of {self.tsa_platform} need the vendor's collateral",
             "set the path of the JSON file that your collateral service keeps up to date",
         )
-        for proxy in self.proxies:
-            require(
-                _is_network(proxy),
-                "proxies",
-                proxy,
-                "is not an IP address or network",
-                'write addresses or networks, for example proxies = ["10.0.0.0/8"]',
-            )
-        if self.fold_threads is not None:
-            require_count("fold_threads", self.fold_threads)
-        for field in ("upload_memory_mb", "max_connections", "max_connections_per_address"):
-            require_count(field, getattr(self, field))
-        require_positive_s("drain_s", self.drain_s)
 
     @property
     def has_mutual_tls(self) -> bool:
