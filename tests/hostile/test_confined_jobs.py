@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -18,10 +18,10 @@ from msgspec import structs
 from papaya.bundle import archive
 from papaya.bundle.errors import BundleError
 from papaya.bundle.head import BundleHead
-from papaya.bundle.manifest import BlobRef
+from papaya.bundle.manifest import BlobRef, TaskManifest
 from papaya.device import confinement
 from papaya.device.bundles import Bundle, BundleStore
-from papaya.device.executor import Job, JobFailed, JobResult, TaskFile
+from papaya.device.executor import Job, JobFailed, TaskFile
 from papaya.device.owners import OwnerPolicy
 from papaya.device.sandbox import Sandbox
 from papaya.device.training import ExecutorTrainer
@@ -34,6 +34,8 @@ from tests.unit.bundle.builders import KEY, NOW, a_lease, a_manifest, public
 pytestmark = pytest.mark.skipif(
     confinement.missing() is not None, reason=f"cannot confine: {confinement.missing()}"
 )
+
+T = TypeVar("T")
 
 # A task whose examples are Python expressions. The result of one is in the error.
 SOURCE = """
@@ -88,22 +90,28 @@ class Attacker:
     def __init__(self, runner: asyncio.Runner, folder: Path, *, confined: bool = True) -> None:
         self._runner = runner
         self.file = folder / "attack.py"
-        self.file.write_text(SOURCE)
-        self.sandbox = Sandbox([self.file], confined=confined)
-        runner.run(self.sandbox.start())
+        self.file.write_text("import colorsys\n" + SOURCE)
+        self.sandbox = Sandbox([self.file], confined=confined, report_interval_s=0.0)
+        self.do(self.sandbox.start())
 
-    def train(self, *examples: str) -> bytes:
-        parameters = encode(np.zeros(2, np.float32), {})
-        job = Job("train", str(self.file), parameters, tuple(e.encode() for e in examples))
-        return self._runner.run(self.sandbox.run(job, 300.0)).update
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(work)
 
-    def result(self, expression: str) -> str:
+    def train(
+        self, *examples: str, bundle: str | None = None, step_done: StepDone = unwatched
+    ) -> bytes:
+        """Train its own task file, or a bundle that was added to the sandbox."""
+        encoded = tuple(example.encode() for example in examples)
+        job = Job("train", bundle or str(self.file), encode(np.zeros(2, np.float32), {}), encoded)
+        return self.do(self.sandbox.run(job, 300.0, step_done)).update
+
+    def result(self, expression: str, bundle: str | None = None) -> str:
         with pytest.raises(JobFailed) as raised:
-            self.train(expression)
+            self.train(expression, bundle=bundle)
         return raised.value.reason
 
     def close(self) -> None:
-        self._runner.run(self.sandbox.close())
+        self.do(self.sandbox.close())
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +121,16 @@ def attacker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacker]:
         assert found.sandbox.unconfined == ""
         yield found
         assert found.train("train") == np.array([-1, -1], np.float32).tobytes()
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def free(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacker]:
+    """The same without confinement, to show that an attempt would succeed."""
+    with asyncio.Runner() as runner:
+        found = Attacker(runner, tmp_path_factory.mktemp("free"), confined=False)
+        assert found.sandbox.unconfined != ""
+        yield found
         found.close()
 
 
@@ -223,42 +241,43 @@ def test_a_listening_device_hears_nothing(attacker: Attacker) -> None:
             server.accept()
 
 
-def test_the_examples_of_another_task_cannot_be_read(attacker: Attacker, tmp_path: Path) -> None:
+def test_the_examples_of_another_task_cannot_be_read(
+    attacker: Attacker, free: Attacker, tmp_path: Path
+) -> None:
     store = tmp_path / "device.db"
     store.write_bytes(b"examples")
-    assert "Permission denied" in attacker.result(f"open({str(store)!r}, 'rb').read()")
-    # The attempt would succeed without the confinement.
-    with asyncio.Runner() as runner:
-        free = Attacker(runner, tmp_path, confined=False)
-        assert free.sandbox.unconfined != ""
-        assert "examples" in free.result(f"open({str(store)!r}, 'rb').read()")
-        free.close()
+    attempt = f"open({str(store)!r}, 'rb').read()"
+    assert "Permission denied" in attacker.result(attempt)
+    assert "examples" in free.result(attempt)
 
 
-def test_a_job_finds_nothing_of_earlier_jobs_in_its_memory(tmp_path: Path) -> None:
-    """The fork-server is the parent of all jobs: what it had in memory, each of them would have."""
+def test_a_job_finds_nothing_of_earlier_jobs_in_its_memory(free: Attacker) -> None:
+    """The fork-server is the parent of all jobs: what it had in memory, each of them would have.
+
+    Without confinement, so that a job can read its memory.
+    """
     marker = "".join(f"{number:02x}" for number in os.urandom(16))
-    with asyncio.Runner() as runner:
-        free = Attacker(runner, tmp_path, confined=False)  # so that it can read its memory
-        assert f"result: {marker}" in free.result(f"{marker!r}")
-        assert "result: 0" in free.result(f"own_memory({marker[::-1]!r})")
-        assert "result: 0" not in free.result(f"(own_memory({marker[::-1]!r}), {marker!r})")
-        free.close()
+    assert f"result: {marker}" in free.result(f"{marker!r}")
+    assert "result: 0" in free.result(f"own_memory({marker[::-1]!r})")
+    assert "result: 0" not in free.result(f"(own_memory({marker[::-1]!r}), {marker!r})")
 
 
 # -- bundles ------------------------------------------------------------------------------------
 
+MANIFEST = a_manifest(layout=(("value", (2,)),), clip=None)
 
-def bundle_at(folder: Path, source: str) -> tuple[str, TaskFile]:
-    """The program of a bundle as a device has unpacked it, and its run."""
+
+def a_bundle(
+    attacker: Attacker, folder: Path, source: str = SOURCE, manifest: TaskManifest = MANIFEST
+) -> str:
+    """Adds a program as a device has unpacked it, and returns the name of its run."""
     folder.mkdir()
     (folder / "task.py").write_text(source)
     (folder / "helper.py").write_text("answer = 42\n")
-    manifest = a_manifest(layout=(("value", (2,)),), clip=None)
     path, terms = str(folder / "task.py"), Bundle(manifest, 0.0, folder).terms
-    return folder.name, TaskFile(
-        path, manifest.task, "", terms, manifest.examples, manifest.encode()
-    )
+    file = TaskFile(path, manifest.task, "", terms, manifest.examples, manifest.encode())
+    attacker.sandbox.add_bundle(str(folder), file)
+    return str(folder)
 
 
 def memory_of(pid: int) -> bytes:
@@ -275,57 +294,41 @@ def memory_of(pid: int) -> bytes:
     return b"".join(found)
 
 
-def test_a_bundle_shares_no_memory_with_task_files_or_other_owners(tmp_path: Path) -> None:
+def test_a_bundle_shares_no_memory_with_task_files_or_other_owners(
+    attacker: Attacker, tmp_path: Path
+) -> None:
     """A job inherits what its fork-server has in memory."""
-    folder, marker = tmp_path / "one", f"marker-{os.urandom(8).hex()}"
-    task_file = tmp_path / "own.py"
-    task_file.write_text("import colorsys\n" + SOURCE)
-    one, file = bundle_at(folder, f"import wave\nMARKER = {marker!r}\n" + SOURCE)
-    named = structs.replace(a_manifest(layout=(("value", (2,)),)), task=marker)
-    other, second = bundle_at(tmp_path / "other", SOURCE)
-    sandbox = Sandbox([task_file])
-    imported = b"[name for name in ('colorsys', 'wave') if name in sys.modules]"
-    parameters = encode(np.zeros(2, np.float32), {})
+    marker = f"marker-{os.urandom(8).hex()}"
+    source = f"import wave\nMARKER = {marker!r}\n" + SOURCE
+    one = a_bundle(attacker, tmp_path / "one", source, structs.replace(MANIFEST, task=marker))
+    other = a_bundle(attacker, tmp_path / "other")
+    imported = "[name for name in ('colorsys', 'wave') if name in sys.modules]"
 
-    async def result(name: str, example: bytes) -> str:
-        with pytest.raises(JobFailed) as raised:
-            await sandbox.run(Job("train", name, parameters, (example,)), 300.0)
-        return raised.value.reason
-
-    async def attack() -> None:
-        await sandbox.start()
-        sandbox.add_bundle(one, structs.replace(file, manifest=named.encode()))
-        sandbox.add_bundle(other, second)
-        try:
-            assert f"result: {marker}" in await result(one, f"MARKER or {marker!r}".encode())
-            assert "result: ['wave']" in await result(one, imported)
-            assert "result: []" in await result(other, imported)
-            assert "result: ['colorsys']" in await result(str(task_file), imported)
-            parent = (await result(other, b"os.getppid()")).rpartition(" ")[2]
-            assert marker.encode() not in memory_of(int(parent))
-            assert b"papaya.learning.torch.engine" in memory_of(int(parent))
-        finally:
-            await sandbox.close()
-
-    asyncio.run(attack())
+    assert f"result: {marker}" in attacker.result(f"MARKER or {marker!r}", one)
+    assert "result: ['wave']" in attacker.result(imported, one)
+    assert "result: []" in attacker.result(imported, other)
+    assert "result: ['colorsys']" in attacker.result(imported)
+    parent = attacker.result("os.getppid()", other).rpartition(" ")[2]
+    assert marker.encode() not in memory_of(int(parent))
+    assert b"papaya.learning.torch.engine" in memory_of(int(parent))
 
 
-def test_a_long_job_of_a_bundle_reports_its_progress(tmp_path: Path) -> None:
-    run, file = bundle_at(tmp_path / "run", SOURCE)
-    manifest = a_manifest(layout=(("value", (2,)),), clip=None)
-    single = structs.replace(manifest, client=ClientSGD(rate=0.1, batch_size=1, epochs=2))
-    sandbox = Sandbox([], report_interval_s=0.0)
-    sandbox.add_bundle(run, structs.replace(file, manifest=single.encode()))
+def test_a_long_job_of_a_bundle_reports_its_progress(attacker: Attacker, tmp_path: Path) -> None:
+    client = ClientSGD(rate=0.1, batch_size=1, epochs=2)
+    manifest = structs.replace(MANIFEST, client=client)
+    run = a_bundle(attacker, tmp_path / "run", manifest=manifest)
     steps: list[tuple[int, int]] = []
-    trained(sandbox, run, b"train", b"train", step_done=lambda *step: steps.append(step))
+    attacker.train("train", "train", bundle=run, step_done=lambda *step: steps.append(step))
     assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-def test_the_policy_for_an_owner_limits_the_memory_of_its_jobs(tmp_path: Path) -> None:
+def test_the_policy_for_an_owner_limits_the_memory_of_its_jobs(
+    attacker: Attacker, tmp_path: Path
+) -> None:
     """The code takes 300 MB when it is loaded; the device's own limit is 1024."""
     packed = archive.pack({"task.py": f"{SOURCE}\nbytearray(300 << 20)\n".encode()})
     program = BlobRef(archive.digest(packed), len(packed))
-    manifest = a_manifest(layout=(("value", (2,)),), clip=None, program=program)
+    manifest = structs.replace(MANIFEST, program=program)
     head = BundleHead(manifest.sign(KEY), a_lease(manifest), "program").encode()
 
     class Source:
@@ -343,104 +346,65 @@ def test_the_policy_for_an_owner_limits_the_memory_of_its_jobs(tmp_path: Path) -
             max_memory_mb=limit_mb,
         )
         store = BundleStore(tmp_path / str(limit_mb), {policy.pin.owner: policy})
+        sandbox, rng = attacker.sandbox, Random(1)
         version = sandbox.engine_version
-        trainer = ExecutorTrainer(sandbox, lambda: NOW, Random(1), None, "torch", version)
+        trainer = ExecutorTrainer(sandbox, lambda: NOW, rng, None, "torch", version)
         key = f"{Bundle(manifest, 0.0, Path()).run}/0/bundle-3-{'0' * 32}"
         try:
             await store.fetch(key, Source(), trainer.add_bundle, NOW)
         finally:
             store.close()
 
-    async def scenario() -> None:
-        await sandbox.start()
-        try:
-            await accept(None)
-            await accept(700)
-            with pytest.raises(BundleError, match="MemoryError"):
-                await accept(150)
-        finally:
-            await sandbox.close()
-
-    sandbox = Sandbox([])
-    asyncio.run(scenario())
+    attacker.do(accept(None))
+    attacker.do(accept(700))
+    with pytest.raises(BundleError, match="MemoryError"):
+        attacker.do(accept(150))
 
 
-def trained(
-    sandbox: Sandbox, run: str, *examples: bytes, step_done: StepDone = unwatched
-) -> JobResult:
-    async def train() -> JobResult:
-        await sandbox.start()
-        try:
-            parameters = encode(np.zeros(2, np.float32), {})
-            return await sandbox.run(Job("train", run, parameters, examples), 300.0, step_done)
-        finally:
-            await sandbox.close()
-
-    return asyncio.run(train())
-
-
-def test_the_code_of_a_bundle_is_first_read_in_the_confined_job(tmp_path: Path) -> None:
+def test_the_code_of_a_bundle_is_first_read_in_the_confined_job(
+    attacker: Attacker, tmp_path: Path
+) -> None:
     """The attack is at the top level, which runs when the file is loaded."""
     attempt = (
         "try:\n    import socket\n    socket.socket()\n    at_import = 'open'\n"
         "except OSError:\n    at_import = 'refused'\n"
         "from helper import answer\n"
     )
-    run, file = bundle_at(tmp_path / "run", attempt + SOURCE)
-    sandbox = Sandbox([])
-    sandbox.add_bundle(run, file)
-    with pytest.raises(JobFailed, match=re.escape("result: ('refused', 42)")):
-        trained(sandbox, run, b"(at_import, answer)")
+    run = a_bundle(attacker, tmp_path / "run", attempt + SOURCE)
+    assert "result: ('refused', 42)" in attacker.result("(at_import, answer)", run)
 
 
-def test_the_manifest_replaces_the_settings_in_the_file(tmp_path: Path) -> None:
+def test_the_manifest_replaces_the_settings_in_the_file(attacker: Attacker, tmp_path: Path) -> None:
     """A new rate reaches devices as a new manifest, with the same program."""
-    run, file = bundle_at(tmp_path / "run", SOURCE)
-    sandbox = Sandbox([])
-    sandbox.add_bundle(run, file)
+    run = a_bundle(attacker, tmp_path / "run")
     # The file says rate=1.0, the manifest 0.1.
-    assert trained(sandbox, run, b"train").update == np.array([-0.1, -0.1], np.float32).tobytes()
+    assert attacker.train("train", bundle=run) == np.array([-0.1, -0.1], np.float32).tobytes()
 
 
-def test_the_program_of_one_owner_cannot_read_that_of_another(tmp_path: Path) -> None:
-    one, file = bundle_at(tmp_path / "one", SOURCE)
-    _, other = bundle_at(tmp_path / "other", SOURCE)
-    sandbox = Sandbox([])
-    sandbox.add_bundle(one, file)
-    with pytest.raises(JobFailed, match="Permission denied"):
-        trained(sandbox, one, f"open({other.path!r}).read()".encode())
+def test_the_program_of_one_owner_cannot_read_that_of_another(
+    attacker: Attacker, tmp_path: Path
+) -> None:
+    one, other = a_bundle(attacker, tmp_path / "one"), a_bundle(attacker, tmp_path / "other")
+    assert "Permission denied" in attacker.result(f"open('{other}/task.py').read()", one)
 
 
-def test_a_program_with_another_model_than_the_signed_one_is_refused(tmp_path: Path) -> None:
-    run, file = bundle_at(tmp_path / "run", SOURCE.replace("torch.zeros(2)", "torch.zeros(3)"))
-    sandbox = Sandbox([])
-    sandbox.add_bundle(run, file)
-    with pytest.raises(JobFailed, match="does not have the layout in the manifest"):
-        trained(sandbox, run, b"train")
+def test_a_program_with_another_model_than_the_signed_one_is_refused(
+    attacker: Attacker, tmp_path: Path
+) -> None:
+    source = SOURCE.replace("torch.zeros(2)", "torch.zeros(3)")
+    run = a_bundle(attacker, tmp_path / "run", source)
+    assert "does not have the layout in the manifest" in attacker.result("1", run)
 
 
 def test_a_program_with_other_frozen_tensors_than_the_signed_ones_is_refused(
-    tmp_path: Path,
+    attacker: Attacker, tmp_path: Path
 ) -> None:
     held = "self.value = torch.nn.Parameter(torch.zeros(2))"
     changed = SOURCE.replace(held, f"{held}; self.register_buffer('base', torch.ones(3))")
-    run, file = bundle_at(tmp_path / "run", changed)
-    sandbox = Sandbox([])
-    sandbox.add_bundle(run, file)
-    with pytest.raises(JobFailed, match="does not have the frozen tensors in the manifest"):
-        trained(sandbox, run, b"train")
+    run = a_bundle(attacker, tmp_path / "run", changed)
+    assert "does not have the frozen tensors in the manifest" in attacker.result("1", run)
 
 
-def test_code_of_a_bundle_never_runs_unconfined(tmp_path: Path) -> None:
-    run, file = bundle_at(tmp_path / "run", SOURCE)
-    sandbox = Sandbox([], confined=False)
-
-    async def start() -> None:
-        await sandbox.start()
-        try:
-            with pytest.raises(OperatorError, match="does not run the code of bundles"):
-                sandbox.add_bundle(run, file)
-        finally:
-            await sandbox.close()
-
-    asyncio.run(start())
+def test_code_of_a_bundle_never_runs_unconfined(free: Attacker, tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match="does not run the code of bundles"):
+        a_bundle(free, tmp_path / "run")
