@@ -27,7 +27,10 @@ from papaya.sim.protocol_updates import protocol_update
 
 
 class Log:
-    """How sessions ended. `turned_away`: assigned, but refused at the join, before any work."""
+    """How sessions ended. `turned_away`: assigned, but refused at the join, before any work.
+
+    `in_progress_at_faults`: sessions that had joined and not ended, summed over all faults.
+    """
 
     def __init__(self) -> None:
         self.joins = 0
@@ -35,6 +38,7 @@ class Log:
         self.joined_at: defaultdict[str | None, list[float]] = defaultdict(list)
         self.endings: Counter[str] = Counter()
         self.turned_away: Counter[str] = Counter()
+        self.in_progress_at_faults = 0
         self._joined: set[str] = set()
 
     def __call__(self, event: Event) -> None:
@@ -48,6 +52,9 @@ class Log:
                 self.endings[_ending(event)] += 1
             case VisitEnded() if event.task is not None:
                 self.turned_away[_ending(event)] += 1
+
+    def note_fault(self) -> None:
+        self.in_progress_at_faults += len(self._joined)
 
     @property
     def lost(self) -> int:

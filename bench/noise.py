@@ -1,6 +1,7 @@
 """Claims: noise for 5 million coordinates costs at most twice the masks of 50 clients; it is made
-in pieces of at most 20 ms, between requests; and a release with its unmasking takes at most 1.1
-times as long as one without noise.
+in pieces between requests, each of which takes at most as long as the other work that the TSA does
+between requests, the masks of one batch of clients; and a release with its unmasking takes at most
+1.1 times as long as one without noise.
 
     python bench/noise.py
 """
@@ -19,7 +20,7 @@ from papaya.secagg.noise import Noise
 from papaya.secagg.parameters import PRIVATE_SCHEME, PublicParameters
 from papaya.secagg.unmask import Unmasking, give_in_blocks
 from papaya.secagg.words import SIGNED, WORD
-from papaya.tsa.group import NOISE_PIECE
+from papaya.tsa.group import BATCH, NOISE_PIECE
 from papaya.tsa.tsa import TSA
 
 LENGTH = 5_000_000
@@ -75,7 +76,7 @@ def release_s(*, is_private: bool) -> float:
 
 
 def main() -> int:
-    ratios, longest_ms, deviation = [], [], 0.0
+    ratios, steps, longest_ms, deviation = [], [], [], 0.0
     for _ in range(REPEATS):
         words, noise = np.zeros(LENGTH, WORD), Noise(os.urandom(16), SIGMA)
         pieces = []
@@ -85,24 +86,28 @@ def main() -> int:
             pieces.append(time.process_time() - began)
         deviation = float(words.view(SIGNED).std() / float(SIGMA))
         assert abs(deviation - 1) < 0.005, deviation
-        began = time.process_time()
-        for first in range(0, CLIENTS, 8):
-            add_masks(words, [os.urandom(16) for _ in range(min(8, CLIENTS - first))])
-        masks_s = time.process_time() - began
-        ratios.append(sum(pieces) / masks_s)
-        longest_ms.append(1000 * sorted(pieces)[len(pieces) * 9 // 10])
+        batches = []
+        for first in range(0, CLIENTS, BATCH):
+            began = time.process_time()
+            add_masks(words, [os.urandom(16) for _ in range(min(BATCH, CLIENTS - first))])
+            batches.append(time.process_time() - began)
+        ratios.append(sum(pieces) / sum(batches))
+        longest_s = sorted(pieces)[len(pieces) * 9 // 10]
+        steps.append(longest_s / max(batches))
+        longest_ms.append(1000 * longest_s)
     pairs = [(release_s(is_private=True), release_s(is_private=False)) for _ in range(2 * REPEATS)]
     slower = min(with_noise for with_noise, _ in pairs) / min(without for _, without in pairs)
     result = {
         "case": "noise",
         "coordinates": LENGTH,
         "noise_by_masks_of_50": round(sorted(ratios)[REPEATS // 2], 2),
+        "piece_p90_by_masks_of_a_batch": round(sorted(steps)[REPEATS // 2], 2),
         "piece_p90_cpu_ms": round(sorted(longest_ms)[REPEATS // 2], 1),
         "release_by_one_without": round(slower, 2),
         "deviation": round(deviation, 4),
     }
     print(json.dumps(result))
-    holds = sorted(ratios)[REPEATS // 2] <= 2 and sorted(longest_ms)[REPEATS // 2] <= 20
+    holds = sorted(ratios)[REPEATS // 2] <= 2 and sorted(steps)[REPEATS // 2] <= 1
     return 0 if holds and slower <= 1.1 else 1
 
 
