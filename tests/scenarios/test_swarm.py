@@ -4,59 +4,68 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
 from papaya.sim.bugs import BUGS, planted
-from papaya.sim.swarm import run_seed
+from papaya.sim.swarm import SwarmResult, run_seed
 
 # 300: a fence is raised twice while nobody holds the task, which is no event.
 CLEAN_SEEDS = (*range(24), 300)
 SEARCHED_SEEDS = 120
 # Where the search for a bug begins, if the first seeds do not show it. This only saves time.
 BEGINS_AT = {
-    "consumed-ids-forgotten": 2,
+    "adoption-without-a-window": 21,
+    "consumed-ids-forgotten": 21,
     "device-twice-in-a-buffer": 6,
-    "devices-forgotten-by-a-successor": 19,
-    "drop-not-counted": 1,
+    "devices-forgotten-by-a-successor": 7,
+    "drop-not-counted": 20,
+    "drop-not-logged": 20,
     "earlier-leaders-assignments-kept": 4,
-    "failure-taken-for-a-refusal": 1,
+    "failure-taken-for-a-refusal": 20,
     "fence-skipped": 3,
-    "fold-before-accept": 1,
-    "fsync-forgotten": 2,
-    "manifests-mixed-in-a-buffer": 29,
+    "fold-before-accept": 20,
+    "fsync-forgotten": 9,
+    "manifests-mixed-in-a-buffer": 37,
     "member-twice-after-a-failover": 47,
     "nan-under-the-mask": 2,
     "noise-drawn-again": 65,
-    "noise-halved": 26,
+    "noise-halved": 29,
     "pinned-version-deleted": 2,
     "record-of-the-next-buffer-ignored": 620,
-    "release-of-another-list": 2,
-    "revised-client-weighed-by-the-new-manifest": 11,
+    "release-of-another-list": 20,
+    "revised-client-weighed-by-the-new-manifest": 21,
     "revoked-sessions-go-on": 9,
     "seed-accepted-twice": 55,
     "ring-wraps": 13,
     "rounding-down": 13,
     "settled-ignored": 381,
     "staleness-from-the-wrong-version": 2,
-    "staleness-not-computed-by-the-client": 4,
+    "staleness-not-computed-by-the-client": 30,
     "tag-ignored": 4,
-    "unanswered-seed-taken-for-lost": 1,
-    "unreachable-taken-for-lost": 1,
-    "update-sealed-twice": 1,
+    "unanswered-seed-taken-for-lost": 20,
+    "unreachable-taken-for-lost": 20,
+    "update-sealed-twice": 20,
 }
+
+
+@cache
+def run_soundly(seed: int) -> SwarmResult:
+    """A seed without a bug. Several tests ask for the same ones."""
+    return run_seed(seed)
 
 
 @pytest.mark.parametrize("seed", CLEAN_SEEDS)
 def test_a_random_cluster_under_random_faults_keeps_every_promise(seed: int) -> None:
-    result = run_seed(seed)
+    result = run_soundly(seed)
     assert result.failure is None, f"{result.failure}\nreplay: papaya swarm --seed {seed}"
     assert result.versions > 0
 
 
 def test_some_random_clusters_evaluate_their_tasks() -> None:
     """A scenario that never does what it is for proves nothing."""
-    assert any(run_seed(seed).evaluations > 0 for seed in CLEAN_SEEDS)
+    assert any(run_soundly(seed).evaluations > 0 for seed in CLEAN_SEEDS)
 
 
 @pytest.mark.soak
@@ -73,7 +82,7 @@ def test_a_planted_bug_is_caught(bug: str) -> None:
     caught = next((seed for seed in seeds if run_seed(seed, bug).failure), None)
     assert caught is not None, f"{bug} went unnoticed for {len(seeds)} seeds"
     if caught not in CLEAN_SEEDS:
-        assert run_seed(caught).failure is None, "it fails without the bug as well"
+        assert run_soundly(caught).failure is None, "it fails without the bug as well"
 
 
 def test_a_planted_bug_is_gone_afterwards() -> None:
