@@ -26,7 +26,7 @@ from papaya.server.server import Server
 
 CHUNK_BYTES = 64
 MODEL_LENGTH = 40  # three chunks: 64 + 64 + 32 bytes
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Answer(NamedTuple):

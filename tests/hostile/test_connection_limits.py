@@ -162,7 +162,7 @@ def test_behind_a_proxy_clients_count_by_their_own_address(
 ) -> None:
     def ask_by_proxy(listener: Listener, client: str) -> Response:
         """The header goes before TLS, so this client is written by hand."""
-        with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as plain:
+        with socket.create_connection(("127.0.0.1", listener.port), timeout=60) as plain:
             plain.sendall(f"PROXY TCP4 {client} 10.0.0.1 4711 443\r\n".encode())
             connection = tls[1].wrap_socket(plain, server_hostname="127.0.0.1") if is_tls else plain
             connection.sendall(a_request("GET", "/who", headers=[("Connection", "close")]))

@@ -190,7 +190,7 @@ def test_a_log_host_that_drips_does_not_keep_a_believed_party_waiting(tmp_path: 
     slow = threading.Thread(target=unknown_party)
     with Dripping(b"HTTP/1.0 200 OK\r\n\r\n", port=int(address.rpartition(":")[2])) as host:
         slow.start()
-        assert host.asked.acquire(timeout=10)
+        assert host.asked.acquire(timeout=60)
         world.seal(device)
         assert not done.is_set()
     slow.join()
@@ -205,8 +205,8 @@ def test_a_log_host_that_drips_leaves_the_other_threads_of_a_process_alone(tmp_p
             asyncio.create_task(device.seal_aside(work, TERMS, evaluates=False)) for _ in range(40)
         ]
         await asyncio.sleep(0)
-        assert host.asked.acquire(timeout=10)
-        async with asyncio.timeout(5):
+        assert host.asked.acquire(timeout=60)
+        async with asyncio.timeout(60):
             await asyncio.to_thread(int)
         for seal in seals:
             assert not seal.done()
@@ -221,7 +221,7 @@ def test_a_seal_that_waits_does_not_keep_the_process_alive(tmp_path: Path) -> No
     async def scenario(world: World, host: Dripping) -> None:
         device, work = world.device(), world.work()
         seal = asyncio.create_task(device.seal_aside(work, TERMS, evaluates=False))
-        await asyncio.to_thread(host.asked.acquire, timeout=10)
+        await asyncio.to_thread(host.asked.acquire, timeout=60)
         asked = [thread for thread in threading.enumerate() if thread.name.startswith("papaya-")]
         assert len(asked) == 2, "one that seals and one that reads the log"
         assert all(thread.daemon for thread in asked)
@@ -230,7 +230,7 @@ def test_a_seal_that_waits_does_not_keep_the_process_alive(tmp_path: Path) -> No
 
     before = {thread for thread in threading.enumerate() if thread.name.startswith("papaya-")}
     for thread in before:
-        thread.join(30)
+        thread.join(60)
     with Dripping(b"HTTP/1.0 200 OK\r\n\r\n") as host:
         asyncio.run(scenario(World(tmp_path, f"http://127.0.0.1:{host.port}"), host))
 

@@ -24,7 +24,7 @@ from papaya.learning import parameters
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ROOT / "examples" / "minimal_client.py"
 LENGTH = 600_000  # three chunks
-_DEADLINE_S = 30.0
+_DEADLINE_S = 60.0
 
 
 class Server:

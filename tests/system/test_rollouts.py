@@ -58,7 +58,7 @@ def until_rollout(world: SignedWorld, state: str) -> Any:
 
 def metrics(address: str) -> dict[str, float]:
     """The samples of `/metrics`, by name with labels."""
-    connection = HTTPConnection(address, timeout=30)
+    connection = HTTPConnection(address, timeout=120)
     try:
         connection.request("GET", "/metrics")
         text = connection.getresponse().read().decode()

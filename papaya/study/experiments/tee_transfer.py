@@ -72,7 +72,7 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
-    moved = measure_transfer(naive_up_to=MEASURED)
+    moved = measure_transfer(model_bytes=MODEL_BYTES, naive_up_to=MEASURED)
     seconds = {(one.design, one.k): one.seconds for one in moved if one.seconds is not None}
     size = {(one.design, one.k): one.bytes_in + one.bytes_out for one in moved}
     ours, naive = DESIGNS

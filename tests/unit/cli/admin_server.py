@@ -32,7 +32,7 @@ class AdminServer:
         self._loop = loop
 
     def call(self, coroutine: Coroutine[None, None, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=60)
 
 
 @contextmanager
@@ -59,13 +59,13 @@ def admin_server(folder: Path) -> Iterator[AdminServer]:
     thread = Thread(target=lambda: asyncio.run(run()))
     thread.start()
     try:
-        assert started.wait(timeout=30)
+        assert started.wait(timeout=60)
         (folder / "admin.token").write_text(f"{TOKEN}\n", encoding="ascii")
         yield found[0]
     finally:
         for end in stop:
             end()
-        thread.join(timeout=30)
+        thread.join(timeout=60)
 
 
 def papaya(*arguments: str) -> int:

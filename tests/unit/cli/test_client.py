@@ -89,7 +89,7 @@ def a_server() -> Iterator[FakeSelector]:
         yield ready[0]
     finally:
         loop.call_soon_threadsafe(over.set)
-        thread.join(10)
+        thread.join(60)
         loop.close()
 
 

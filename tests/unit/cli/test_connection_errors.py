@@ -93,7 +93,7 @@ def a_listener(context: ssl.SSLContext | None) -> Iterator[int]:
             yield listening.getsockname()[1]
         finally:
             listening.shutdown(socket.SHUT_RDWR)
-            thread.join(10)
+            thread.join(60)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def test_a_connection_that_was_just_accepted_is_closed_with_the_listener(loop: s
 
     async def main() -> None:
         async with a_server([]) as listening:
-            with socket.create_connection(("127.0.0.1", listening.port), timeout=20) as client:
+            with socket.create_connection(("127.0.0.1", listening.port), timeout=60) as client:
                 acceptor = listening._acceptor
                 acceptor._accept(acceptor._sockets[0])
                 assert listening.connections == 1

@@ -65,7 +65,7 @@ class Building:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(60.0):
         while not holds():
             await asyncio.sleep(0)
 
@@ -92,7 +92,7 @@ async def answer_to(client: Client) -> Message:
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
     async def in_time() -> None:
-        await asyncio.wait_for(test(), 20.0)
+        await asyncio.wait_for(test(), 60.0)
 
     asyncio.run(in_time())
 

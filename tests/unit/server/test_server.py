@@ -169,7 +169,7 @@ def test_a_stranger_is_refused_before_what_it_sends_is_kept(tmp_path: Path) -> N
                 port = int(server.addresses[listener].rpartition(":")[2])
                 async with a_client(port) as client:
                     client.send(a_request("POST", path, bytes(1000))[:-1])
-                    response = await asyncio.wait_for(client.response(), 10.0)
+                    response = await asyncio.wait_for(client.response(), DEADLINE_S)
                     assert response.status == 401, "its last byte never came"
         finally:
             await server.stop()
@@ -207,7 +207,7 @@ def test_a_part_that_fails_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureF
         try:
             assert not server.failed.is_set()
             server._look_after(fails())
-            await asyncio.wait_for(server.failed.wait(), 10.0)
+            await asyncio.wait_for(server.failed.wait(), DEADLINE_S)
         finally:
             await server.stop()
 

@@ -263,7 +263,7 @@ def test_a_store_that_cannot_be_closed_does_not_keep_the_server_from_stopping(
             raise OSError("the disk is gone")
 
     async def use(thread: StateThread) -> None:
-        await asyncio.wait_for(thread.close(), 10.0)
+        await asyncio.wait_for(thread.close(), 60.0)
 
     run(Unclosable(), use)
     assert "the disk is gone" in caplog.text

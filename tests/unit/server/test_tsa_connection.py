@@ -33,7 +33,7 @@ from tests.unit.secagg.builders import a_task, entropy
 from tests.unit.tsa.running import CLUSTER, received, running
 
 PARAMETERS = a_task()
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 SHORT_S = 0.2
 
 
@@ -178,9 +178,9 @@ def test_a_child_that_was_stopped_ends_with_its_server(
 
 # -- releases -------------------------------------------------------------------------------------
 
-PIECES = 10
+PIECES = 20
 PAUSE_S = 0.25
-ANSWER_S = 1.5
+ANSWER_S = 4.0
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def test_an_impostor_of_another_role_is_not_asked(tmp_path: Path) -> None:
     impostor = of(authority.issue("selector", ["selector"], [HOST]), "selector")
     assert impostor.servers is not None
     with socket.create_server((HOST, 0)) as listener:
-        listener.settimeout(30.0)
+        listener.settimeout(60.0)
 
         def accept() -> None:
             connection, _ = listener.accept()

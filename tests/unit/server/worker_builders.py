@@ -24,7 +24,7 @@ from papaya.server.workers import Workers
 
 LENGTH = 4
 CHUNK_BYTES = 8
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def a_task(task: TaskId) -> TaskConfig:

@@ -158,7 +158,7 @@ def a_server(answer: Callable[[socket.socket], None]) -> Iterator[int]:
     try:
         yield listening.getsockname()[1]
     finally:
-        thread.join(30)
+        thread.join(60)
         listening.close()
 
 
@@ -235,7 +235,7 @@ def tls_before(server: Postgres, shown: Certificates) -> Iterator[int]:
         listening.shutdown(socket.SHUT_RDWR)
         listening.close()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
 
 
 def test_state_over_tls(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def running(
                 yield endpoint.address_of(listener)
             finally:
                 wake.send(b"1")
-                thread.join(timeout=30)
+                thread.join(timeout=60)
             assert not thread.is_alive()
 
 

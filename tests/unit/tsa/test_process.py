@@ -150,7 +150,7 @@ def test_a_client_believes_no_answer_that_it_did_not_expect(tmp_path: Path, answ
         liar.start()
         with pytest.raises(Unavailable):
             TsaClient(where, CLUSTER)
-        liar.join(timeout=30)
+        liar.join(timeout=60)
 
 
 def lie(listener: socket.socket, answer: bytes) -> None:
@@ -171,7 +171,7 @@ def test_it_is_a_process_of_its_own_and_ends_by_signal(tmp_path: Path) -> None:
             assert len(client.offers(parameters_hash, 1000)) == 1000
         assert stat.S_IMODE(os.stat(tmp_path / "tsa").st_mode) == 0o600
         child.send_signal(signal.SIGTERM)
-        assert child.wait(timeout=30) == 0
+        assert child.wait(timeout=60) == 0
 
 
 def test_the_socket_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_connection_that_cannot_be_set_up_costs_nobody_else_anything(
     with running() as where:
         monkeypatch.setattr(endpoint, "tune", no_options)
         with socket.socket(socket.AF_UNIX) as visitor:
-            visitor.settimeout(10.0)
+            visitor.settimeout(60.0)
             visitor.connect(where.removeprefix("unix:"))
             assert received(visitor, 1) == b""
         monkeypatch.undo()

@@ -32,7 +32,7 @@ def ask(
     server: AdminServer, method: str, path: str, body: bytes = b"", token: str = TOKEN
 ) -> tuple[int, bytes]:
     parts = urlsplit(server.url)
-    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=10)
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=60)
     try:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         connection.request(method, path, body, headers)

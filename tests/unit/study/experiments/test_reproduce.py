@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from msgspec import structs
 from papaya.config import AsyncFL
 from papaya.sim.jobs import in_turn
 from papaya.study.data.source import Memory
+from papaya.study.experiments import tee_transfer
 from papaya.study.experiments.reproduce import EXPERIMENTS, as_data, page, reproduce, verdicts
 from papaya.study.experiments.result import Check, Finding, PaperClaim, Result, number
 from papaya.study.experiments.runs import (
@@ -57,6 +59,7 @@ TOY = structs.replace(
     async_grid=(0.01, 0.05, 0.25),
     curve_model="small-lstm",
     lstm_concurrencies=(10,),
+    languages=2,
     left_out=(),
 )
 PLAN = until_versions(AsyncFL(4), 12, 3, 8)
@@ -66,6 +69,14 @@ def a_corpus() -> Corpus:
     """Three clients, of which the last has the most text."""
     texts = [f"client {client} writes. " * 30 * (client + 1) for client in range(3)]
     return corpus_of(Memory("made up", map(windows_of_text, texts)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_transfers() -> Iterator[None]:
+    """What crosses into the TSA is as small as the rest of the toy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tee_transfer, "MODEL_BYTES", 50_000)
+        yield
 
 
 @pytest.fixture(scope="module")
