@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -113,6 +115,55 @@ def test_a_lost_worker_costs_only_its_own_run(cluster: str, tmp_path: Path) -> N
     }
     for item in range(6):
         assert (folder / f"made/{item}").read_bytes() == b"ab" * item
+
+
+def _slow_where_there_is_a_mark(marks: Path, item: int, *, folder: Path, tell: Any) -> int:
+    """The first piece on the node that is to be removed waits until it is killed with its node."""
+    node = ray.get_runtime_context().get_node_id()
+    with (marks / str(item)).open("a") as mark:
+        mark.write("x")
+    doomed = marks / "doomed"
+    if doomed.exists() and doomed.read_text() == node:
+        (marks / "waiting").touch()
+        signal.pause()
+    (folder / f"made/{item}").write_bytes(b"x" * item)
+    tell(1.0)
+    return item
+
+
+def test_a_node_that_is_removed_costs_only_what_it_was_doing(tmp_path: Path) -> None:
+    """A cluster of its own: the whole node goes, with its object store and all its workers."""
+    from ray.cluster_utils import Cluster
+
+    marks, folder = tmp_path / "marks", tmp_path / "folder"
+    marks.mkdir()
+    folder.mkdir()
+    files = SharedFiles(folder, needs=lambda item: (), makes=lambda item: (f"made/{item}",))
+    nodes: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    lost = nodes.add_node(num_cpus=1)
+    nodes.wait_for_nodes()
+    (marks / "doomed").write_text(lost.node_id)
+
+    def remove() -> None:
+        while not (marks / "waiting").exists():
+            poll.wait(0.1)
+        nodes.remove_node(lost, allow_graceful=False)
+
+    poll = threading.Event()
+    remover = threading.Thread(target=remove)
+    remover.start()
+    try:
+        with mapping(1, ray=nodes.address) as mapped:
+            work = partial(_slow_where_there_is_a_mark, marks)
+            done = sorted(mapped(work, range(8), None, files))
+    finally:
+        remover.join()
+        nodes.shutdown()
+    assert done == list(range(8))
+    for item in range(8):
+        assert (folder / f"made/{item}").read_bytes() == b"x" * item
+    tries = [len((marks / str(item)).read_text()) for item in range(8)]
+    assert sorted(tries) == [1] * 7 + [2]
 
 
 def test_experiments_have_the_same_results_as_without_ray(cluster: str, tmp_path: Path) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+from collections.abc import Sequence
+from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +15,10 @@ import pytest
 from papaya.config import AsyncFL, OptimizerConfig, SyncFL, TaskConfig
 from papaya.errors import InvariantError, OperatorError
 from papaya.learning.definition import ClientSGD
+from papaya.learning.parameters import Vector
+from papaya.sim.draws import Ints
 from papaya.sim.population import PopulationConfig
+from papaya.study.checkpoint import Checkpoints
 from papaya.study.followed_trace import FollowedTrace, follow
 from papaya.study.replay import Rates
 from papaya.study.run import (
@@ -23,6 +31,7 @@ from papaya.study.run import (
     recordable,
 )
 from papaya.study.trace import MOST_HOURS
+from papaya.study.workloads.base import Clients, Matrix
 from papaya.study.workloads.language import BigramWorkload
 
 POPULATION = PopulationConfig(size=10_000)
@@ -33,6 +42,9 @@ def a_plan(regime: AsyncFL | SyncFL, hours: float = MOST_HOURS) -> RecordingPlan
     task = TaskConfig(task="followed", concurrency=60, model_length=4, regime=regime)
     cluster = recordable(task, POPULATION)
     return RecordingPlan(cluster=cluster, seed=3, updates=330, hours=hours)
+
+
+RUN = Run(recording_plan=a_plan(AsyncFL(20)), workload="bigram", data="", rates=RATES, updates=310)
 
 
 @pytest.mark.parametrize("regime", [AsyncFL(20), SyncFL(over_selection=0.3)])
@@ -51,6 +63,51 @@ def test_learning_along_a_followed_trace_gives_the_same_run(regime: AsyncFL | Sy
     for name in ("created_s", "trips", "first", "start", "staleness", "execution_s"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(trace, name))
     np.testing.assert_array_equal(whole.clients.device, trace.clients.device)
+
+
+class _Counting(BigramWorkload):
+    """Kills its process when it is to train its n-th cohort."""
+
+    def __init__(self, dies_at: int | None = None) -> None:
+        super().__init__(POPULATION)
+        self.trained = 0
+        self._dies_at = dies_at
+
+    def train(
+        self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD
+    ) -> Matrix:
+        self.trained += 1
+        if self.trained == self._dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train(models, start, clients, sgd)
+
+
+def _learns_and_is_killed(checkpoint: Path) -> None:
+    with follow(RUN.recording_plan) as followed:
+        checkpoints = Checkpoints(checkpoint, every_s=0)
+        learn_run(RUN, followed, None, _Counting(dies_at=9), checkpoints=checkpoints)
+
+
+def test_learning_that_is_killed_while_it_is_recorded_resumes_with_the_same_numbers(
+    tmp_path: Path,
+) -> None:
+    """The recording starts again, learning does not."""
+    checkpoint = tmp_path / "checkpoint"
+    killed = get_context("spawn").Process(target=_learns_and_is_killed, args=(checkpoint,))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    kept = Checkpoints(checkpoint, every_s=0).load()
+    assert kept is not None
+    assert kept.version == 8
+    whole, resumed = _Counting(), _Counting()
+    with follow(RUN.recording_plan) as followed:
+        expected = learn_run(RUN, followed, None, whole)
+    with follow(RUN.recording_plan) as followed:
+        checkpoints = Checkpoints(checkpoint, every_s=0)
+        found = learn_run(RUN, followed, None, resumed, checkpoints=checkpoints)
+    assert found == expected
+    assert resumed.trained == whole.trained - 8
 
 
 def test_a_recording_that_ends_early_is_reported() -> None:
