@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -35,7 +34,6 @@ from papaya.cli.output import (
     whole,
 )
 from papaya.clock import Clock
-from papaya.config import DeviceConfig
 from papaya.device.eligibility import CONDITIONS
 from papaya.device.events import (
     Event,
@@ -296,58 +294,28 @@ def run(options: ClientOptions) -> int:
 
 async def _run(options: ClientOptions, printer: Printer) -> None:
     from papaya.cli.client.setup import (
+        DeviceFiles,
         bundles_in,
-        device_stores,
-        device_tokens,
+        device_process,
         import_examples,
-        listed,
-        policies_in,
+        opened_devices,
         trainer_for,
-        trust_in,
     )
-    from papaya.device.device import Device, DeviceRuntime
-    from papaya.device.limits import CheckInPacing, DeviceLimits
-    from papaya.device.process import DeviceProcess, memory_mb
+    from papaya.device.device import DeviceRuntime
 
     clock = Clock()
-    stores = device_stores(options.store, options.devices)
-    tokens = device_tokens(options.token_file, options.devices)
-    policies = policies_in(options.policies)
-    # Devices that only wait need no core.
-    parallel = options.max_parallel if options.protocol_only is None else options.devices
-    shared = DeviceProcess(
-        now=clock.now,
-        limits=DeviceLimits(max_training_s=options.max_training),
-        pacing=CheckInPacing(pause_s=options.pause),
-        assume=listed(options.assume),
-        max_parallel=parallel,
-        blobs_url=options.blobs_url,
-        blobs_hosts=options.blobs_host or (),
-        certificates=options.ca,
-        proxy=options.proxy,
-        trust=trust_in(options.trust, options.store, clock.now, options.ca),
-        notify=printer.on_event,
-    )
+    files = DeviceFiles.of(options)
+    shared = device_process(options, clock, printer.on_event)
     async with shared as process, trainer_for(options, clock) as (trainer, tasks):
         with ExitStack() as opened:
             bundles = bundles_in(options.owners, options.bundles)
             if bundles is not None:
                 opened.callback(bundles.close)
-            make = partial(
-                Device,
-                process,
-                selectors=listed(options.server),
-                trainer=trainer,
-                policies=policies,
-                memory_mb=memory_mb(),
-                labels=listed(options.labels),
-                config=DeviceConfig(participation_floor_s=options.participation_floor),
-                bundles=bundles,
-                notify=printer.on_event,
-            )
             devices = [
-                opened.enter_context(make(store=store, token=token, name=f"device-{number}"))
-                for number, (store, token) in enumerate(zip(stores, tokens, strict=True), 1)
+                opened.enter_context(device)
+                for device in opened_devices(
+                    options, files, process, trainer, bundles, printer.on_event
+                )
             ]
             allowed = tasks if bundles is None else ["*"]  # owners have their own list
             await import_examples(

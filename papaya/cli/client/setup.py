@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from random import Random
+from typing import NamedTuple, Self
 
 from papaya.cli.client.client import ClientOptions
 from papaya.cli.output import note, plural
 from papaya.clock import Clock
+from papaya.config import DeviceConfig
 from papaya.credentials.token_files import read as read_token
 from papaya.device.bundles import BundleStore
 from papaya.device.device import Device
+from papaya.device.events import Notify
 from papaya.device.example_store import ExampleStore
 from papaya.device.executor import LOADER, EngineName
+from papaya.device.limits import CheckInPacing, DeviceLimits
 from papaya.device.owners import parse_owners
+from papaya.device.process import DeviceProcess, memory_mb
 from papaya.device.texts import lines, texts_in, unreadable
 from papaya.device.training import ExecutorTrainer, ProtocolTrainer, Trainer, sandboxed
 from papaya.device.trust import Trust, read_policy
@@ -57,6 +62,67 @@ def device_tokens(files: Sequence[Path], devices: int) -> list[str | None]:
         )
     tokens: list[str | None] = [read_token(path).reveal() for path in files]
     return tokens * (devices // len(tokens))
+
+
+def device_process(options: ClientOptions, clock: Clock, notify: Notify) -> DeviceProcess:
+    """What all devices share."""
+    # Devices that only wait need no core.
+    parallel = options.max_parallel if options.protocol_only is None else options.devices
+    return DeviceProcess(
+        now=clock.now,
+        limits=DeviceLimits(max_training_s=options.max_training),
+        pacing=CheckInPacing(pause_s=options.pause),
+        assume=listed(options.assume),
+        max_parallel=parallel,
+        blobs_url=options.blobs_url,
+        blobs_hosts=options.blobs_host or (),
+        certificates=options.ca,
+        proxy=options.proxy,
+        trust=trust_in(options.trust, options.store, clock.now, options.ca),
+        notify=notify,
+    )
+
+
+class DeviceFiles(NamedTuple):
+    """The store and the token of each device, and the policies of all."""
+
+    stores: list[Path]
+    tokens: list[str | None]
+    policies: dict[str, UsePolicy]
+
+    @classmethod
+    def of(cls, options: ClientOptions) -> Self:
+        return cls(
+            device_stores(options.store, options.devices),
+            device_tokens(options.token_file, options.devices),
+            policies_in(options.policies),
+        )
+
+
+def opened_devices(
+    options: ClientOptions,
+    files: DeviceFiles,
+    process: DeviceProcess,
+    trainer: Trainer,
+    bundles: BundleStore | None,
+    notify: Notify,
+) -> Iterator[Device]:
+    """Opens the files of a device when it is asked for; the caller closes it."""
+    for number, (store, token) in enumerate(zip(files.stores, files.tokens, strict=True), 1):
+        yield Device(
+            process,
+            selectors=listed(options.server),
+            store=store,
+            trainer=trainer,
+            policies=files.policies,
+            token=token,
+            name=f"device-{number}",
+            memory_mb=memory_mb(),
+            labels=listed(options.labels),
+            config=DeviceConfig(participation_floor_s=options.participation_floor),
+            bundles=bundles,
+            notify=notify,
+        )
 
 
 @asynccontextmanager
