@@ -29,7 +29,13 @@ from papaya.cli.admin_client import (
 from papaya.cli.output import Commands, bind, note, print_data, print_json, whole
 from papaya.cli.task.settings import GivenSettings, changed
 from papaya.cli.task.signing import first_manifest
-from papaya.cli.task.submit import bundle_blobs, compiled_program, loaded_from, with_client
+from papaya.cli.task.submit import (
+    bundle_blobs,
+    compiled_program,
+    config_in,
+    loaded_from,
+    with_client,
+)
 from papaya.cli.task.update import newest_of, next_revision
 from papaya.config import TaskConfig
 from papaya.device.executor import EngineName
@@ -127,8 +133,6 @@ def _next_revision(client: AdminClient, options: TaskDiffOptions) -> tuple[Side,
 
 
 def _next_run(client: AdminClient, path: Path, options: TaskDiffOptions) -> tuple[Side, Side]:
-    from papaya.learning.executorch.program_file import decode_program
-
     given = GivenSettings.of(options.set)
     written = loaded_from(path)
     loaded = with_client(written, given.client)
@@ -137,8 +141,7 @@ def _next_run(client: AdminClient, path: Path, options: TaskDiffOptions) -> tupl
     compiled = None
     if engine == "executorch":
         compiled = compiled_program(path, written, loaded.task.client.batch_size)
-    file = loaded.config() if compiled is None else loaded.config_for(decode_program(compiled))
-    config = changed(file, None, given.task)
+    config = changed(config_in(loaded, compiled), None, given.task)
     signed = client.get(task_path(detail.task.task, "bundle"), SignedBundle)
     if not signed.bundle:
         return (detail.config, None), (config, None)

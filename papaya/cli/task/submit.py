@@ -9,10 +9,10 @@ runs nothing of it. Without a key only the file's hash is sent.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from msgspec import structs
 
@@ -123,61 +123,35 @@ def add_to(actions: Commands) -> None:
     bind(parser, TaskSubmitOptions, run)
 
 
-def run(options: TaskSubmitOptions) -> int:
-    from papaya.learning import parameters
-    from papaya.learning.executorch.program_file import decode_program
+class SubmittedFile(NamedTuple):
+    """A task file, with the settings of the client that were given. `compiled`: its program for
+    devices without torch. `file`: the settings of the task that it has. `config`: with those given.
+    """
 
+    loaded: LoadedTask
+    compiled: bytes | None
+    file: TaskConfig
+    config: TaskConfig
+
+
+def run(options: TaskSubmitOptions) -> int:
     client = client_for(options)
     found = _signer(options)
-    given = GivenSettings.of(options.set)
-    if given.client and found is None:
-        raise OperatorError(
-            f"--set client.{given.client[0]}: devices of an unsigned task use the settings in "
-            "their own file",
-            hint="change the file, or sign the task: papaya owner key",
-        )
-    written = loaded_from(options.file)
-    loaded = with_client(written, given.client)
-    loaded.try_loop()
-    batch_size = loaded.task.client.batch_size
-    compiled = _compiled(options, written, batch_size, is_signed=found is not None)
-    file = loaded.config() if compiled is None else loaded.config_for(decode_program(compiled))
-    config = changed(file, options.name, given.task)
-    warnings = config.warnings()
-    if not loaded.task.sample:
-        warnings.append(
-            f"{options.file} has no `sample`: nothing was tried on an example, so a mistake shows "
-            "only on devices; add sample=[...] with a few stored examples"
-        )
-    if found is None:
-        warnings += refusals(file, config)
-        if config.task != loaded.task.name:
-            warnings.append(_renamed(loaded.task.name, config.task))
-    for warning in warnings:
+    task = _with_settings(options, is_signed=found is not None)
+    for warning in _warnings(options, task, is_signed=found is not None):
         note(f"warning: {warning}")
-    if config.rounding_error is not None:
-        note(
-            f"masked words of 16 bits: rounding changes the mean of {config.aggregation_goal} "
-            f"updates by at most {config.rounding_error:.2%} of the clip (root mean square), if "
-            "all have the largest weight"
-        )
+    config, bundle = task.config, b""
     if config.privacy is not None:
         earlier = [] if found is None else earlier_terms(client, config.task, found.owner)
         for line in privacy_in_words(config, earlier):
             note(line)
-    bundle = b""
     if found is not None:
-        blobs = bundle_blobs(options.file, loaded, compiled)
-        config, bundle = _bundled(client, found, loaded, config, blobs)
-    vector = loaded.initial_parameters(seed=options.seed, checkpoint=options.checkpoint)
-    data = parameters.encode(vector, {"task": config.task, "version": "0"})
-    note(f"sending {config.model_length:,} parameters")
-    place = task_path(config.task, f"parameters?model_length={config.model_length}")
-    stored = client.put(place, data, Stored)
+        blobs = bundle_blobs(options.file, task.loaded, task.compiled)
+        config, bundle = _bundled(client, found, task.loaded, config, blobs)
     new = NewTask(
         config,
-        stored.parameters,
-        loaded.manifest.tensors,
+        _send_model(client, options, task.loaded, config),
+        task.loaded.manifest.tensors,
         bundle,
         options.replace,
         options.why,
@@ -186,17 +160,64 @@ def run(options: TaskSubmitOptions) -> int:
     if options.is_json:
         print_json(view)
     else:
-        if found is not None:
-            collection = loaded.task.examples.collection
-            note(
-                f"signed by owner {found.owner}: devices train this task if they have pinned this "
-                f"owner and allow collection {collection} and engine {config.requirements.engine}"
-            )
-            note(f"id of this run in lists, logs and metrics: {view.task}")
-        clients, name = plural(config.concurrency, "client"), view.name or view.task
-        print_data(f"{name} is {view.state}: {clients} at a time")
-        note(options.repeated(f"\nto watch it: papaya task watch {name}"))
+        _print(options, task, view, "" if found is None else found.owner)
     return 0
+
+
+def _with_settings(options: TaskSubmitOptions, *, is_signed: bool) -> SubmittedFile:
+    given = GivenSettings.of(options.set)
+    if given.client and not is_signed:
+        raise OperatorError(
+            f"--set client.{given.client[0]}: devices of an unsigned task use the settings in "
+            "their own file",
+            hint="change the file, or sign the task: papaya owner key",
+        )
+    written = loaded_from(options.file)
+    loaded = with_client(written, given.client)
+    batch_size = loaded.task.client.batch_size
+    compiled = _compiled(options, written, batch_size, is_signed=is_signed)
+    file = config_in(loaded, compiled)
+    return SubmittedFile(loaded, compiled, file, changed(file, options.name, given.task))
+
+
+def _warnings(options: TaskSubmitOptions, task: SubmittedFile, *, is_signed: bool) -> Iterator[str]:
+    yield from task.config.warnings()
+    if not task.loaded.task.sample:
+        yield (
+            f"{options.file} has no `sample`: nothing was tried on an example, so a mistake shows "
+            "only on devices; add sample=[...] with a few stored examples"
+        )
+    if not is_signed:
+        yield from refusals(task.file, task.config)
+        if task.config.task != task.loaded.task.name:
+            yield _renamed(task.loaded.task.name, task.config.task)
+
+
+def _send_model(
+    client: AdminClient, options: TaskSubmitOptions, loaded: LoadedTask, config: TaskConfig
+) -> str:
+    """Send the initial parameters. Returns the key under which the server keeps them."""
+    from papaya.learning import parameters
+
+    vector = loaded.initial_parameters(seed=options.seed, checkpoint=options.checkpoint)
+    data = parameters.encode(vector, {"task": config.task, "version": "0"})
+    note(f"sending {config.model_length:,} parameters")
+    place = task_path(config.task, f"parameters?model_length={config.model_length}")
+    return client.put(place, data, Stored).parameters
+
+
+def _print(options: TaskSubmitOptions, task: SubmittedFile, view: TaskView, owner: str) -> None:
+    """`owner`: empty if the task is not signed."""
+    if owner:
+        collection, engine = task.loaded.task.examples.collection, task.config.requirements.engine
+        note(
+            f"signed by owner {owner}: devices train this task if they have pinned this "
+            f"owner and allow collection {collection} and engine {engine}"
+        )
+        note(f"id of this run in lists, logs and metrics: {view.task}")
+    clients, name = plural(task.config.concurrency, "client"), view.name or view.task
+    print_data(f"{name} is {view.state}: {clients} at a time")
+    note(options.repeated(f"\nto watch it: papaya task watch {name}"))
 
 
 def loaded_from(path: Path) -> LoadedTask:
@@ -213,6 +234,13 @@ def with_client(loaded: LoadedTask, settings: Sequence[str]) -> LoadedTask:
     """The task with these settings of the client's training."""
     client = changed_client(loaded.task.client, settings)
     return replace(loaded, task=structs.replace(loaded.task, client=client))
+
+
+def config_in(loaded: LoadedTask, compiled: bytes | None) -> TaskConfig:
+    """The settings in a task file, for devices that train it or the program made from it."""
+    from papaya.learning.executorch.program_file import decode_program
+
+    return loaded.config() if compiled is None else loaded.config_for(decode_program(compiled))
 
 
 def _signer(options: TaskSubmitOptions) -> OwnerSigner | None:
