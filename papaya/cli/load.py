@@ -29,6 +29,7 @@ from papaya.cli.admin_client import (
     client_for,
     task_path,
 )
+from papaya.cli.client.client import SERVER, require_aiohttp
 from papaya.cli.output import (
     Commands,
     Progress,
@@ -55,10 +56,9 @@ from papaya.errors import OperatorError, PapayaError
 from papaya.server.admin.views import ChangeReason, Deletion, NewTask, Stored, TaskDetail, TaskView
 
 if TYPE_CHECKING:
-    from papaya.device.load import LoadLog, LoadOutcome, UpdateKind
+    from papaya.device.load import LoadLog, LoadOutcome, LoadPlan, UpdateKind
     from papaya.device.trust import Trust
 
-_SERVER = "http://127.0.0.1:8750"
 _DEVICE_TOKEN = Path("papaya-data/device.token")
 _MOST_DEVICES = 20_000
 _OTHER_FILES = 100
@@ -69,7 +69,7 @@ _ORPHAN_HOURS = 1.0  # for a load that is killed before it can cancel its task
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(ConnectionOptions):
-    server: str = _SERVER  # addresses of selectors, separated by commas
+    server: str = SERVER  # addresses of selectors, separated by commas
     device_token_file: Path = _DEVICE_TOKEN
     devices: int = 100
     rate: float | None = None
@@ -196,12 +196,7 @@ def _add_task_options(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: LoadOptions) -> int:
-    try:
-        import aiohttp  # noqa: F401 - fail before a task is made
-    except ImportError as error:
-        raise OperatorError(
-            "devices need aiohttp, which is not installed", hint="pip install 'papaya-fl[device]'"
-        ) from error
+    require_aiohttp()  # before a task is made
     _check(options)
     token = read_token(options.device_token_file).reveal()
     client = client_for(options)
@@ -310,15 +305,7 @@ async def _run(
     configs: Sequence[TaskConfig],
     note_outcome: Callable[[LoadOutcome], None],
 ) -> LoadReport:
-    from papaya.device.load import (
-        Digits,
-        LoadLog,
-        LoadPlan,
-        LoadProcess,
-        LoadTrainer,
-        run_load,
-        zeros,
-    )
+    from papaya.device.load import Digits, LoadLog, LoadProcess, LoadTrainer, run_load, zeros
     from papaya.learning.definition import TaskTerms
 
     rng, digits = Random(options.seed), Digits()
@@ -328,7 +315,25 @@ async def _run(
         lambda: rng.expovariate(1 / options.training),
         {config.task: TaskTerms.of(config) for config in configs},
     )
-    plan = LoadPlan(
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    ca = None if options.ca is None else Path(options.ca)
+    with Progress() as progress, _trust(options, ca) as trust:
+
+        def tell(done: float) -> None:
+            progress.update("load", done, _progress(log))
+
+        process = LoadProcess(log, ca, trust)
+        took_s = await run_load(_plan(options, token), process, trainer, log, stopping, tell)
+    return _report(options, configs, log, took_s)
+
+
+def _plan(options: LoadOptions, token: str) -> LoadPlan:
+    from papaya.device.load import LoadPlan
+
+    return LoadPlan(
         selectors=[word.strip() for word in options.server.split(",") if word.strip()],
         token=token,
         devices=options.devices,
@@ -344,18 +349,11 @@ async def _run(
         ),
         seed=options.seed,
     )
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    ca = None if options.ca is None else Path(options.ca)
-    with Progress() as progress, _trust(options, ca) as trust:
 
-        def tell(done: float) -> None:
-            progress.update("load", done, _progress(log))
 
-        process = LoadProcess(log, ca, trust)
-        took_s = await run_load(plan, process, trainer, log, stopping, tell)
+def _report(
+    options: LoadOptions, configs: Sequence[TaskConfig], log: LoadLog, took_s: float
+) -> LoadReport:
     return LoadReport(
         tasks=tuple(config.task for config in configs),
         devices=options.devices,

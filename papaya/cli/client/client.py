@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -276,12 +277,7 @@ def _add_network_options(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: ClientOptions) -> int:
-    try:
-        import aiohttp  # noqa: F401 - fail before any file is opened
-    except ImportError as error:
-        raise OperatorError(
-            "devices need aiohttp, which is not installed", hint="pip install 'papaya-fl[device]'"
-        ) from error
+    require_aiohttp()  # before any file is opened
     printer = Printer(options.format, explains=options.explain)
     try:
         asyncio.run(_run(options, printer))
@@ -290,6 +286,13 @@ def run(options: ClientOptions) -> int:
         raise
     printer.summarize()
     return 0
+
+
+def require_aiohttp() -> None:
+    if find_spec("aiohttp") is None:
+        raise OperatorError(
+            "devices need aiohttp, which is not installed", hint="pip install 'papaya-fl[device]'"
+        )
 
 
 async def _run(options: ClientOptions, printer: Printer) -> None:
