@@ -2,8 +2,8 @@
 
 It takes a task when orders name it and the fence row agrees, passes requests to the held task
 (`held_task.py`), and reports demand and health to the Coordinator. Every write requires the fence
-row; if that row names another holder, the aggregator stops serving the task. It never talks to
-devices directly: requests come through selectors.
+row; if that row names another holder, the aggregator stops serving the task. Requests of devices
+come through selectors. If it has an `upload_url`, chunks and Complete may also come directly.
 """
 
 from __future__ import annotations
@@ -51,8 +51,13 @@ class Aggregator:
         keyring: Keyring,
         coordinators: Sequence[NodeId],
         upload_bytes: float = float("inf"),
+        upload_url: str = "",
     ) -> None:
-        """`upload_bytes`: how much memory the driver has for uploads."""
+        """`upload_bytes`: how much memory the driver has for uploads.
+
+        `upload_url`: where devices can upload to this aggregator without a selector in between;
+        empty if they cannot.
+        """
         self.node = node
         # The number of this start of the node. A restarted aggregator holds nothing.
         self.boot = boot
@@ -73,6 +78,7 @@ class Aggregator:
         self._config = config
         self._keyring = keyring
         self._coordinators = tuple(coordinators)
+        self._upload_url = upload_url
         # Shared by all tasks.
         self._memory = UploadMemory(upload_bytes, config.heartbeat_s)
         # Tokens of storage requests.
@@ -166,7 +172,7 @@ class Aggregator:
         if held is None or held.phase is not TaskPhase.SERVING:
             after_s = min(1.0, self._config.heartbeat_s / 4)  # a successor may hold it already
             reason = "this aggregator does not hold the task" if held is None else held.phase.value
-            return [Reply(reply_to, Retry(reason, after_s))]
+            return [Reply(reply_to, Retry(reason, after_s, elsewhere=True))]
         overdue = held.wake(now) if held.sessions.next_deadline() <= now else []
         return overdue + held.answer(now, request, claim, reply_to)
 
@@ -301,6 +307,7 @@ class Aggregator:
             self._memory,
             self._tokens,
             self._events,
+            self._upload_url,
         )
         self.tasks[placement.task] = held
         return [*effects, *held.revoke(self._revoked), *held.load()]

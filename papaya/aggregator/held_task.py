@@ -149,9 +149,14 @@ class HeldTask:
         memory: UploadMemory,
         tokens: Iterator[int],
         events: list[ServerEvent],
+        upload_url: str = "",
     ) -> None:
-        """`events`: where to add events for the log; the aggregator empties it."""
+        """`events`: where to add events for the log; the aggregator empties it.
+
+        `upload_url`: where devices can upload without a selector in between.
+        """
         self.task = task
+        self._upload_url = upload_url
         # The row that makes this aggregator the holder. Every write requires it.
         self.fence = fence
         self.phase = TaskPhase.LOADING
@@ -711,6 +716,7 @@ class HeldTask:
             chunk_bytes=self._server.chunk_bytes,
             upload_timeout_s=self._terms(session).upload_timeout_s,
             secure=session.offer,
+            upload_url=self._upload_url,
         )
         return [Reply(reply_to, granted)]
 

@@ -3,8 +3,9 @@
     CHECKING_IN ▶ JOINING ▶ DOWNLOADING ▶ TRAINING ▶ REPORTING ▶ (SEALING) ▶ UPLOADING ▶ COMPLETING
 
 "All stages happen within a virtual session": each request carries its ticket, may be sent again and
-may go through any selector. The client stops at once when it is aborted, leaves when a stage takes
-too long, never takes part if its own history forbids it, and never runs code from a server.
+may go through any selector. An upload goes to the aggregator itself if it has an address for that,
+until this fails once. The client stops at once when it is aborted, leaves when a stage takes too
+long, never takes part if its own history forbids it, and never runs code from a server.
 """
 
 from __future__ import annotations
@@ -183,6 +184,8 @@ class Client:
         self._upload_id = ""
         self._chunk_bytes = 1
         self._to_send: list[int] = []
+        # Where the aggregator takes the upload itself; empty: through selectors.
+        self._upload_url = ""
 
     # -- the machine contract ---------------------------------------------------------------
 
@@ -250,13 +253,26 @@ class Client:
         is_held = self.stage is Stage.CHECKING_IN
         timeout_s = self._config.check_in_timeout_s if is_held else self._config.request_timeout_s
         self._resend_at = now + timeout_s
-        return [SendRequest(self._selectors[self._selector], self._attempt, message)]
+        return [SendRequest(self._server_for(message), self._attempt, message)]
+
+    def _server_for(self, message: Message) -> NodeId:
+        is_direct = self._upload_url and isinstance(message, Chunk | Complete)
+        return self._upload_url if is_direct else self._selectors[self._selector]
+
+    def _leave_direct_path(self, now: float) -> Effects:
+        """Go on through selectors at once. Whatever the aggregator got of the request, the copy
+        gets the same answer.
+        """
+        assert self._pending is not None
+        self._upload_url = ""
+        return self._ask(now, self._pending)
 
     def _ask_again(self, now: float, after_s: float) -> Effects:
         """Send the request again later, through another selector, with jittered back-off."""
         if self._stopping:
             return self._finish("stopped", "stopped")
-        self._selector = (self._selector + 1) % len(self._selectors)
+        if not self._upload_url:
+            self._selector = (self._selector + 1) % len(self._selectors)
         self._failures += 1
         ceiling = self._config.backoff_s * 2.0 ** min(self._failures, 16)
         jitter = self._rng.random() * min(self._config.max_backoff_s, ceiling)
@@ -273,7 +289,7 @@ class Client:
 
     def _on_unanswered(self, now: float, attempt: int) -> Effects:
         if attempt == self._pending_attempt:
-            return self._ask_again(now, 0.0)
+            return self._leave_direct_path(now) if self._upload_url else self._ask_again(now, 0.0)
         if attempt == self._heartbeat_attempt:
             return self._retry_heartbeat(now, 0.0)
         return []
@@ -288,7 +304,7 @@ class Client:
         self._heartbeat_attempt = self._attempt
         self._heartbeat_at = now + max(_MIN_HEARTBEAT_S, self.joined.heartbeat_s)
         heartbeat = Heartbeat(self._ticket)
-        return [SendRequest(self._selectors[self._selector], self._attempt, heartbeat)]
+        return [SendRequest(self._server_for(heartbeat), self._attempt, heartbeat)]
 
     def _retry_heartbeat(self, now: float, after_s: float) -> Effects:
         """Retry before the next heartbeat is due: a new holder adopts clients only for a while."""
@@ -309,6 +325,9 @@ class Client:
         match answer:
             case Aborted():
                 return self._finish("aborted", answer.reason)
+            case Refused() if self._upload_url and not is_heartbeat:
+                # Another server may answer there. Only a selector's refusal is final.
+                return self._leave_direct_path(now)
             case Refused():
                 return self._finish("refused", answer.reason)
             case Completed() if self.stage in (Stage.UPLOADING, Stage.COMPLETING):
@@ -321,6 +340,8 @@ class Client:
                 if answer.ticket and isinstance(self._pending, Report | Chunk | Complete):
                     self._ticket = answer.ticket
                     self._pending = replace(self._pending, ticket=answer.ticket)
+                if self._upload_url and answer.elsewhere:
+                    return self._leave_direct_path(now)
                 return self._ask_again(now, answer.after_s)
             case Alive() if is_heartbeat:
                 return []
@@ -393,6 +414,7 @@ class Client:
         assert self.joined is not None
         self._answered()
         self._chunk_bytes = granted.chunk_bytes
+        self._upload_url = granted.upload_url
         self._stage_ends = now + granted.upload_timeout_s
         self._ticket = granted.ticket
         # A running heartbeat has the old ticket: a refusal of it says nothing about the upload.
@@ -471,7 +493,7 @@ class Client:
     def _goodbye(self, ticket: SealedTicket, reason: LeaveReason) -> SendRequest:
         self._attempt += 1
         leave = Leave(ticket, reason)
-        return SendRequest(self._selectors[self._selector], self._attempt, leave)
+        return SendRequest(self._server_for(leave), self._attempt, leave)
 
     def _finish(
         self,

@@ -1,6 +1,6 @@
 """What a client asks of its device, and what comes back.
 
-SendRequest  send a request to a selector               → Moving, while a chunk is being sent;
+SendRequest  send a request to a server                 → Moving, while a chunk is being sent;
                                                           then Answered or Unanswered
 Download     get the parameters, from any cache         → Downloaded or WorkFailed
 Train        train on local data                        → Trained or WorkFailed
@@ -33,7 +33,9 @@ Ending = Literal[
 
 
 class SendRequest(Effect, frozen=True):
-    selector: NodeId
+    """`to`: a selector, or the `upload_url` of an aggregator."""
+
+    to: NodeId
     attempt: int
     message: Message
 

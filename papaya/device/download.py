@@ -9,8 +9,7 @@ No token is sent: blobs are public under their hash, and a CDN must not learn th
 
 If the owner of the device has named hosts for it, a selector is asked for the URL of the blob,
 which is the first source. A URL is used only if it is https (or the selector is http too), its host
-is one of these, and its path ends with the key: otherwise a server could make a device send
-requests into its owner's network.
+is one of these (`papaya/device/allowed_hosts.py`), and its path ends with the key.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from hashlib import sha256
 from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import aiohttp
 
+from papaya.device.allowed_hosts import AllowedHosts
 from papaya.device.selectors import BROKEN, read_bounded, read_into
 from papaya.errors import OperatorError, ProtocolError
 from papaya.messages import wire
@@ -137,7 +136,7 @@ class Downloads:
         self._timeout_s = timeout_s
         self._blobs_url = blobs_url
         self._cache_bytes = cache_bytes
-        self._hosts = frozenset(host.lower() for host in hosts)
+        self._hosts = AllowedHosts(hosts)
         self._cached: OrderedDict[BlobKey, bytes] = OrderedDict()
         self._running: dict[tuple[BlobKey, int], asyncio.Task[bytes]] = {}
 
@@ -231,20 +230,12 @@ class Downloads:
                         return None  # this installation has no URLs
                     located = wire.located.parse(await read_bounded(response, _MAX_LOCATED_BYTES))
                 assert isinstance(located, Located)
-                return located.url if self._may_use(located.url, key, selector) else None
+                parts = self._hosts.checked(located.url, selector)
+                is_right = parts is not None and parts.path.endswith(f"/{key}")
+                return located.url if is_right else None
             except (ProtocolError, *BROKEN):
                 continue
         return None
-
-    def _may_use(self, url: str, key: BlobKey, selector: str) -> bool:
-        parts = urlsplit(url)
-        return (
-            (parts.scheme == "https" or selector.startswith("http://"))
-            and parts.hostname in self._hosts
-            and parts.username is None
-            and not parts.fragment
-            and parts.path.endswith(f"/{key}")
-        )
 
     async def _finish(
         self, url: str, digest: str, limit: int, begun: PartialBlob | PartialFile

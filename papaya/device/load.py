@@ -14,6 +14,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Literal, NamedTuple, Protocol, Self
@@ -67,8 +68,10 @@ class WatchedSelectors(Selectors):
         message: Message,
         timeout_s: float,
         moving: Callable[[], None] = lambda: None,
+        *,
+        is_direct: bool = False,
     ) -> Message | None:
-        ask = super().ask
+        ask = partial(super().ask, is_direct=is_direct)
         return await self.exchanges.exchange(
             selector, message, lambda: ask(selector, token, message, timeout_s, moving)
         )
@@ -83,6 +86,7 @@ class LoadProcess(DeviceProcess):
         certificates: Path | None = None,
         trust: Trust | None = None,
         blobs_hosts: Sequence[str] = (),
+        upload_hosts: Sequence[str] = (),
         now: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(
@@ -93,6 +97,7 @@ class LoadProcess(DeviceProcess):
             certificates=certificates,
             trust=trust,
             blobs_hosts=blobs_hosts,
+            upload_hosts=upload_hosts,
         )
         self._exchanges = exchanges
 

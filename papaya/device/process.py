@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self
 
+from papaya.device.allowed_hosts import AllowedHosts
 from papaya.device.download import Downloads
 from papaya.device.eligibility import (
     ChargingProbe,
@@ -55,7 +56,7 @@ class DeviceProcess:
     """Open it with `async with`, inside the loop that its devices run in.
 
     `assume` names eligibility conditions that the owner declares to hold; `eligibility` replaces
-    the probes.
+    the probes. `blobs_hosts` and `upload_hosts`: to which hosts selectors may send the devices.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class DeviceProcess:
         max_parallel: int | None = None,
         blobs_url: str | None = None,
         blobs_hosts: Collection[str] = (),
+        upload_hosts: Collection[str] = (),
         certificates: Path | None = None,
         proxy: str | None = None,
         trust: Trust | None = None,
@@ -85,6 +87,7 @@ class DeviceProcess:
         self._max_parallel = max_parallel or os.cpu_count() or 1
         self._blobs_url = None if blobs_url is None else check_url(blobs_url)
         self._blobs_hosts = blobs_hosts
+        self.upload_hosts = AllowedHosts(upload_hosts)
         self._certificates = certificates
         self._proxy = proxy
         self._notify = notify

@@ -15,6 +15,7 @@ import asyncio
 import socket
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote, urlsplit
@@ -118,11 +119,16 @@ class Selectors:
         message: Message,
         timeout_s: float,
         moving: Callable[[], None] = lambda: None,
+        *,
+        is_direct: bool = False,
     ) -> Message | None:
         """Send a message. Returns None without a valid answer.
 
         A long body has `timeout_s` for each piece, and `moving` is called a few times in that time.
+        `is_direct`: `selector` is the `upload_url` of an aggregator. Nothing is told about it: if
+        it does not answer, the selectors are asked.
         """
+        mark = partial(self._mark, selector, is_told=not is_direct)
         method, path, headers, body = _http(message)
         if token is not None and isinstance(message, CheckIn):  # later requests have tickets
             headers["Authorization"] = f"Bearer {token.reveal()}"
@@ -140,18 +146,22 @@ class Selectors:
             ):
                 answer = wire.to_device.parse(await read_bounded(response, MAX_ANSWER_BYTES))
         except ProtocolError as error:
-            self._mark(selector, f"it answers, but {error}")
+            mark(f"it answers, but {error}")
             return None
         except BROKEN as error:
             # aiohttp wraps the error that says why it could not connect.
             cause = getattr(error, "certificate_error", None) or getattr(error, "os_error", None)
-            self._mark(selector, *explain(cause or error, selector))
+            mark(*explain(cause or error, selector))
             return None
-        self._mark(selector, None)
+        mark(None)
         return self._limits.bounded(answer)
 
-    def _mark(self, selector: str, problem: str | None, hint: str = "") -> None:
+    def _mark(
+        self, selector: str, problem: str | None, hint: str = "", *, is_told: bool = True
+    ) -> None:
         """Report a server as silent if it never answered, or failed three times in a row."""
+        if not is_told:
+            return
         before = self._failures.get(selector, _SILENT - 1)
         after = 0 if problem is None else min(before + 1, _SILENT)
         self._failures[selector] = after

@@ -212,10 +212,17 @@ class DeviceVisit:
         timeout_s = config.check_in_timeout_s if is_held else config.request_timeout_s
         moving = partial(self._inbox.put_nowait, Moving(effect.attempt))
         answer = await self._process.selectors.ask(
-            effect.selector, self._equipment.token, message, timeout_s, moving
+            effect.to,
+            self._equipment.token,
+            message,
+            timeout_s,
+            moving,
+            is_direct=effect.to not in self._equipment.selectors,
         )
         if isinstance(answer, UploadGranted):
             answer = self._within_signed_time(answer)
+            if not self._process.upload_hosts.allows_upload(answer.upload_url, effect.to):
+                answer = structs.replace(answer, upload_url="")
         outcome = Unanswered(effect.attempt) if answer is None else Answered(effect.attempt, answer)
         self._inbox.put_nowait(outcome)
 

@@ -14,6 +14,7 @@
 Any request may be answered Aborted or Refused (this session is over) or Retry (try again, maybe
 through another selector). Any request may be repeated: the same answer comes back. "All stages
 happen within a virtual session": a stage does not need the connection or the server of the last.
+Chunk and Complete may go directly to the aggregator, if it has given its `upload_url`.
 """
 
 from __future__ import annotations
@@ -155,13 +156,18 @@ class SecureOffer(Struct, frozen=True, gc=False):
 
 
 class UploadGranted(Message, frozen=True):
-    """`version` is the server's current one. Staleness is its distance from the initial version."""
+    """`version` is the server's current one. Staleness is its distance from the initial version.
+
+    `upload_url`: where the aggregator itself takes chunks and Complete, without a selector in
+    between; empty if it does not. The path through selectors always remains.
+    """
 
     ticket: SealedTicket
     version: Count
     chunk_bytes: Annotated[int, Meta(ge=1)]
     upload_timeout_s: Seconds
     secure: SecureOffer | None = None
+    upload_url: Annotated[str, Meta(max_length=512)] = ""
 
 
 class Chunk(Message, frozen=True):
@@ -240,12 +246,15 @@ class Retry(Message, frozen=True):
     the client did not cause the delay.
     `ticket`: if not empty, use it from now on, also in this request. It proves
     `keep_s` to other servers.
+    `elsewhere`: this server cannot answer the request. A client that sent it to an `upload_url`
+    sends it through a selector at once, and the rest of the upload too.
     """
 
     reason: ShortText
     after_s: Seconds
     keep_s: Seconds = 0.0
     ticket: SealedTicket = b""
+    elsewhere: bool = False
 
 
 Request = Join | Heartbeat | Report | Chunk | Complete | Leave

@@ -59,7 +59,8 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     settled before. `upload_bytes`: memory for uploads of each aggregator.
 
     `is_identified`: the token of a device identifies it. `clones`: if not 0, every device whose
-    number is a multiple of it has a copy of the same token.
+    number is a multiple of it has a copy of the same token. `direct_uploads`: devices upload to
+    aggregators without a selector in between, until this fails.
     """
 
     tasks: tuple[TaskConfig, ...]
@@ -76,6 +77,7 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     storage: StorageConfig = StorageConfig()
     is_identified: bool = False
     clones: int = 0
+    direct_uploads: bool = False
 
     def __post_init__(self) -> None:
         self._check_tasks()
@@ -207,7 +209,8 @@ class Cluster:
 
         def aggregator(node: NodeId, boot: int, now: float) -> Aggregator:
             own = (self.keyring, coordinators, config.upload_bytes)
-            return Aggregator(node, boot, now, server, *own)
+            upload_url = node if config.direct_uploads else ""
+            return Aggregator(node, boot, now, server, *own, upload_url)
 
         self.hosts = {
             node: SimulatedHost(self, node, partial(coordinator, node)) for node in coordinators

@@ -43,25 +43,26 @@ NOBODY: NodeId = "nobody"
 
 
 class Path:
-    """Where the answer to one request goes: back through the selector that took it.
+    """Where the answer to one request goes: back through the server that took it, a selector or,
+    for an upload, the aggregator itself.
 
     `device` is None for forged requests: no device waits for the answer.
     """
 
-    __slots__ = ("_attempt", "_boot", "_device", "_selector", "request")
+    __slots__ = ("_attempt", "_boot", "_device", "_server", "request")
 
     def __init__(
         self,
         device: SimulatedDevice | None,
         attempt: int,
-        selector: SimulatedHost,
+        server: SimulatedHost,
         request: Message,
     ) -> None:
         self.request = request
         self._device = device
         self._attempt = attempt
-        self._selector = selector
-        self._boot = selector.boots
+        self._server = server
+        self._boot = server.boots
 
     @property
     def device_name(self) -> NodeId:
@@ -72,13 +73,13 @@ class Path:
         return "" if self._device is None else self._device.identity
 
     def answer(self, host: SimulatedHost, message: Message) -> None:
-        hops = 1 if host is self._selector else 2
+        hops = 1 if host is self._server else 2
         host.cluster.network.carry(
-            host.node, self._selector.node, hops, self._arrive, Answered(self._attempt, message)
+            host.node, self._server.node, hops, self._arrive, Answered(self._attempt, message)
         )
 
     def _arrive(self, answered: Answered) -> None:
-        is_open = self._selector.is_alive and self._selector.boots == self._boot
+        is_open = self._server.is_alive and self._server.boots == self._boot
         if is_open and self._device is not None:
             self._device.deliver(answered)
 
@@ -170,14 +171,14 @@ class SimulatedDevice:
 
     def _request(self, effect: SendRequest) -> None:
         cluster = self.cluster
-        selector = cluster.hosts[effect.selector]
-        message = cluster.wire(self.name, effect.selector, effect.message)
+        server = cluster.hosts[effect.to]
+        message = cluster.wire(self.name, effect.to, effect.message)
         for observe in cluster.hooks.request:
             observe(self, message)
-        path = Path(self, effect.attempt, selector, message)
+        path = Path(self, effect.attempt, server, message)
         if isinstance(message, CheckIn) and self.identity:
             message = IdentifiedCheckIn(self.identity, message)
-        cluster.network.carry("device", effect.selector, 1, selector.deliver, message, path)
+        cluster.network.carry("device", effect.to, 1, server.deliver, message, path)
         if type(effect.message) is Join and effect.attempt == 2:
             self._schedule_dropout()
 

@@ -57,6 +57,7 @@ _OPEN_BUFFERS = 2
 _SMALL_FLEET = 100
 _CLIP = 64.0
 _WITH_METHODS = 7  # seeds that end in it: the others keep their traces
+_WITH_DIRECT_UPLOADS = 8  # seeds that end in it
 _WITH_16_BITS = 3
 _CAP = 5  # at most the least max_examples of a revision
 """Above the norm of every update that a simulated device makes."""
@@ -104,6 +105,8 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
     config = random_cluster(rng)
     if Random(f"folds/{seed}").random() < 0.125:
         config = _with_overtaking_folds(config)
+    if seed % 10 == _WITH_DIRECT_UPLOADS:
+        config = structs.replace(config, direct_uploads=True)
     config = _with_privacy(config, Random(f"privacy/{seed}"))
     if seed % 10 == _WITH_16_BITS:
         config = _with_16_bits(config)

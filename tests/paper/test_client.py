@@ -123,7 +123,7 @@ def test_transient_failures_do_not_make_a_client_drop_out(failures: int) -> None
         phone.go_on()
     fail(phone, failures)
     assert phone.answer(Completed()) == [Finish("counted", "")]
-    assert len({request.selector for request in phone.requests}) == 3
+    assert len({request.to for request in phone.requests}) == 3
 
 
 def fail(phone: Phone, times: int) -> None:
@@ -151,7 +151,7 @@ def test_a_client_retries_through_a_different_selector(happens: Callable[[Phone]
     phone.wait(5.0)
     again = next(r for r in phone.requests if r.attempt > first.attempt)
     assert again.message == first.message
-    assert again.selector != first.selector
+    assert again.to != first.to
 
 
 def test_a_rejected_client_tries_at_another_time() -> None:

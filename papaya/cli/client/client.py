@@ -90,6 +90,7 @@ class ClientOptions(FormatOptions):
     proxy: str | None = None
     blobs_url: str | None = None
     blobs_host: list[str] | None = None
+    upload_host: list[str] | None = None
     token_file: Sequence[Path] = ()
 
 
@@ -265,7 +266,14 @@ def _add_network_options(group: argparse._ArgumentGroup) -> None:
         action="append",
         metavar="HOST",
         help="name of a host that the selectors may send this device to for downloads, such as "
-        "that of a bucket; may be repeated (default: none)",
+        "that of a bucket, or *.example.org; may be repeated (default: none)",
+    )
+    group.add_argument(
+        "--upload-host",
+        action="append",
+        metavar="HOST",
+        help="name of a host, or *.example.org, that the servers may send this device to for its "
+        "uploads; may be repeated (default: none, uploads go through the selectors)",
     )
     group.add_argument(
         "--token-file",

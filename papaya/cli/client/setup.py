@@ -76,6 +76,7 @@ def device_process(options: ClientOptions, clock: Clock, notify: Notify) -> Devi
         max_parallel=parallel,
         blobs_url=options.blobs_url,
         blobs_hosts=options.blobs_host or (),
+        upload_hosts=options.upload_host or (),
         certificates=options.ca,
         proxy=options.proxy,
         trust=trust_in(options.trust, options.store, clock.now, options.ca),

@@ -48,7 +48,7 @@ def test_a_bundle_that_is_not_here_ends_the_visit_before_the_join() -> None:
     """The slot is for clients that can train now; fetching may take long."""
     effects = accepted(a_client(Accepting()))
     leave = Leave(b"assignment", "no_program")  # the slot is free at once
-    assert effects == [SendRequest(effects[0].selector, 2, leave), Finish("unprepared", BUNDLE)]
+    assert effects == [SendRequest(effects[0].to, 2, leave), Finish("unprepared", BUNDLE)]
 
 
 def test_a_bundle_that_is_here_lets_the_client_join() -> None:

@@ -106,7 +106,7 @@ def test_the_upload_id_is_drawn_afresh_for_each_update() -> None:
 
 
 def test_devices_begin_at_different_selectors() -> None:
-    first = [Phone(seed=seed).until(Stage.CHECKING_IN).asked.selector for seed in range(60)]
+    first = [Phone(seed=seed).until(Stage.CHECKING_IN).asked.to for seed in range(60)]
     assert sorted(set(first)) == ["selector-1", "selector-2", "selector-3"]
 
 

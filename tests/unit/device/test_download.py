@@ -277,18 +277,6 @@ def test_other_urls_are_not_used(url: str) -> None:
     asyncio.run(scenario())
 
 
-def test_a_plain_url_is_not_used_if_the_selector_has_tls() -> None:
-    async def scenario() -> None:
-        async with open_session() as session:
-            downloads = Downloads(session, 10.0, hosts=["bucket.example"])
-            url = f"http://bucket.example/{KEY}"
-            assert downloads._may_use(url, KEY, "http://selector.example")
-            assert not downloads._may_use(url, KEY, "https://selector.example")
-            assert downloads._may_use(f"https://bucket.example/{KEY}", KEY, "https://s.example")
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize(
     "bad", [raw(b"other"), raw(b"", 403), raw(b"", 302, {"Location": "http://127.0.0.1:1/"}), reset]
 )
