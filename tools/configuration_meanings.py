@@ -134,12 +134,17 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "with signed URLs), or the URL under which a CDN serves the folder `public` of the prefix.",
         "keep_deleted_s": "How long a bucket keeps deleted blobs, so that a backup of the state "
         "can still be restored. A folder keeps none.",
-        "devices": "Address of the listener for devices.",
+        "devices": "Address of the listener for devices, of a selector, or of an aggregator with "
+        "`upload_url`.",
         "admin": "Address of the listener for the admin API, `/metrics` and `/health`.",
         "servers": "Address of the listener for other servers, when roles run in separate "
         "processes.",
         "announce": "Address (host:port) at which other servers call this one: a name, or an "
         "address behind which it listens. None: the address of `servers`.",
+        "upload_url": "URL, without a path, at which devices can reach the listener `devices` of "
+        "this aggregator. Devices whose owners allow its host [upload "
+        "there](run-on-many-machines.md#let-devices-upload-to-the-aggregators) instead of through "
+        "a selector. Empty: always through selectors.",
         "coordinators": "The `servers` addresses of all coordinators, when roles run in separate "
         "processes.",
         "device_tokens": "How devices are verified: `shared` (one token for all), `signed` (one "

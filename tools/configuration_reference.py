@@ -73,6 +73,7 @@ REFUSED: dict[type[Struct], list[dict[str, Any]]] = {
         {"device_tokens": "trust me"},
         {"tls_certificate": "papaya.pem"},
         {"servers_certificate": "role.pem"},
+        {"upload_url": "aggregator-1.example:8750"},
         {"tsa": "tls:tsa.example:8760"},
         {"fold_threads": 0},
     ],

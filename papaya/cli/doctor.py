@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -40,7 +41,7 @@ from papaya.cli.output import (
 from papaya.cli.status import trouble
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
-from papaya.credentials.tls import client_context
+from papaya.credentials.tls import client_context, explain
 from papaya.credentials.token_files import read
 from papaya.device.trust import read_policy
 from papaya.errors import OperatorError
@@ -151,7 +152,8 @@ def examine(options: DoctorOptions) -> Iterator[Diagnosis]:
         ("blobs", _blobs),
         ("open files", _open_files),
         ("certificate", partial(_certificates, options.role)),
-        ("addresses", partial(_listeners, _LISTENERS[options.role])),
+        ("addresses", partial(_listeners, options.role)),
+        ("upload_url", partial(_upload_url, options.role)),
         ("server", _running_server),
         ("TSA", _collateral),
         ("TSA", partial(_evidence, options)),
@@ -281,7 +283,10 @@ def _certificates(role: Role | None, deployment: Deployment) -> Iterator[Diagnos
             yield Diagnosis("certificate", "good", text)
 
 
-def _listeners(names: tuple[str, ...], deployment: Deployment) -> Iterator[Diagnosis]:
+def _listeners(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis]:
+    names = _LISTENERS[role]
+    if role == "aggregator" and deployment.upload_url:
+        names = ("devices", *names)
     for name in names:
         configured = getattr(deployment, name)
         host, port = address(name, configured)
@@ -295,6 +300,27 @@ def _listeners(names: tuple[str, ...], deployment: Deployment) -> Iterator[Diagn
             yield Diagnosis(f"{name} address", "problem", text, hint)
         else:
             yield Diagnosis(f"{name} address", "good", f"{configured} answers")
+
+
+def _upload_url(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis]:
+    """Connects as a device does. The URL is for devices, and may not be reachable from here."""
+    url = deployment.upload_url
+    if not url or role not in (None, "aggregator"):
+        return
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    where = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+    try:
+        with socket.create_connection(where, _CONNECT_S) as plain:
+            if parts.scheme == "https":
+                tls = client_context(deployment.tls_authority)
+                tls.wrap_socket(plain, server_hostname=parts.hostname).close()
+    except OSError as error:
+        problem, hint = explain(error, url)
+        text = f"{url}: {problem}; devices that cannot use it upload through selectors"
+        yield Diagnosis("upload_url", "warning", text, hint or "check the name and the firewall")
+    else:
+        yield Diagnosis("upload_url", "good", f"{url} answers")
 
 
 def _running_server(deployment: Deployment) -> Iterator[Diagnosis]:

@@ -66,6 +66,7 @@ class ServeOptions(FormatOptions):
     admin: str | None = None
     servers: str | None = None
     announce: str | None = None
+    upload_url: str | None = None
     heartbeat: float | None = None
     listen: str | None = None
     tsa: str = _TSA
@@ -137,6 +138,12 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     ):
         group.add_argument(option, metavar="ADDRESS", help=f"{words} (default: {default})")
     group.add_argument(
+        "--upload-url",
+        metavar="URL",
+        help="of an aggregator: where devices may upload to it without a selector in between; it "
+        "then listens on --devices as well (default: none)",
+    )
+    group.add_argument(
         "--heartbeat",
         type=positive,
         metavar="S",
@@ -170,6 +177,7 @@ def _deployment(options: ServeOptions) -> Deployment:
         "admin": options.admin,
         "servers": options.servers,
         "announce": options.announce,
+        "upload_url": options.upload_url,
         "log_format": options.log_format,
         "log_level": options.log_level,
     }

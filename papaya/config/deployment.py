@@ -20,6 +20,9 @@ from papaya.errors import ConfigError
 
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/?")
 _WEB = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(/[A-Za-z0-9._~-]+)*")
+_UPLOAD_URL = re.compile(
+    r"(?P<scheme>https?)://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)(:(?P<port>[0-9]{1,5}))?", re.ASCII
+)
 _HOOK = re.compile(
     r"(https://[A-Za-z0-9.-]+|http://127\.0\.0\.1)(:(?P<port>[0-9]{1,5}))?(/[!-~]*)?", re.ASCII
 )
@@ -50,6 +53,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     admin: str = "127.0.0.1:8751"
     servers: str = "127.0.0.1:8752"
     announce: str | None = None
+    upload_url: str = ""
     coordinators: tuple[str, ...] = ()
     device_tokens: str = "shared"
     tls_certificate: str | None = None
@@ -92,6 +96,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "use shared, signed, none, or package.module:name of a verifier",
         )
         self._check_certificates()
+        self._check_upload_url()
         self._check_tsas()
         self._check_webhooks()
         for extension in self.extensions:
@@ -177,6 +182,23 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Of the TSAs that run on their own; empty if this process starts one."""
         found = (self.tsa,) if isinstance(self.tsa, str) else self.tsa
         return tuple(address for address in found if address)
+
+    def _check_upload_url(self) -> None:
+        found = _UPLOAD_URL.fullmatch(self.upload_url)
+        require(
+            not self.upload_url or (found is not None and int(found["port"] or 0) <= _MAX_PORT),
+            "upload_url",
+            self.upload_url,
+            "is not the address of a server, without a path",
+            'write for example upload_url = "https://aggregator-1.example:8750"',
+        )
+        require(
+            found is None or found["scheme"] == "https" or self.tls_certificate is None,
+            "upload_url",
+            self.upload_url,
+            "devices would send their updates without TLS to a listener that has it",
+            "write https://",
+        )
 
     def _check_webhooks(self) -> None:
         """The value is not quoted: a URL may contain a secret."""

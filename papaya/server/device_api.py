@@ -52,15 +52,19 @@ _FETCH_AGAIN_S = 1.0
 _FOREVER = "public, max-age=31536000, immutable"
 
 
+TICKETED: tuple[type[Message], ...] = tuple(kind for kind in PATHS if kind is not CheckIn)
+"""Small requests that carry a ticket."""
+
+
 def participation_routes(
     deliver: Callable[[Message, WaitingDevice], None],
     count: Callable[[Message], None] | None = None,
+    kinds: tuple[type[Message], ...] = TICKETED,
 ) -> list[HttpRoute]:
     """Routes of requests that carry a ticket, at a selector and at an aggregator."""
     return [
-        Buffered("POST", path, partial(_on_request, kind, deliver, count), MAX_REQUEST_BYTES)
-        for kind, path in PATHS.items()
-        if kind is not CheckIn
+        Buffered("POST", PATHS[kind], partial(_on_request, kind, deliver, count), MAX_REQUEST_BYTES)
+        for kind in kinds
     ]
 
 

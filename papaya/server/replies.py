@@ -78,7 +78,7 @@ def problem(
     reason = text[:128]
     if status in _PASSING:
         after_s = retry_s if retry_after_s is None else retry_after_s
-        return wire.encode(Retry(reason, after_s=after_s))
+        return wire.encode(Retry(reason, after_s=after_s, elsewhere=True))
     return wire.encode(Refused(reason))
 
 

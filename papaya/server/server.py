@@ -1,6 +1,7 @@
 """A server process with one role or all of them: start and stop.
 
     devices   ──▶ selector       check-in, participation, chunks, parameters
+              ──▶ aggregator     chunks and Complete, if it has an `upload_url`
     servers   ──▶ all roles      messages among servers, requests that selectors pass on; only if
                                  the roles run in several processes
     admin     ──▶ coordinator    the admin API; status, /metrics and /health for every role
@@ -44,6 +45,7 @@ from papaya.learning import entry_points
 from papaya.messages.base import Message, NodeId
 from papaya.messages.control import Drain
 from papaya.messages.events import ClockDiffers, NodeStarted, ServerStarted, TokenReplaced
+from papaya.messages.participation import Complete
 from papaya.messages.storage import (
     REVOKED,
     TASKS,
@@ -135,7 +137,7 @@ class Server:
         self._is_alone = roles == ROLES and not deployment.coordinators
         most = deployment.max_connections
         if open_files is not None:
-            listeners = 1 + ("selector" in roles) + (not self._is_alone)
+            listeners = 1 + self._serves_devices + (not self._is_alone)
             most = connections_within(open_files, most, listeners)
         self._limits = ListenerLimits(max_connections=most)
         each = deployment.max_connections_per_address
@@ -411,6 +413,12 @@ class Server:
         where = self.deployment.announce or self.addresses.get("servers")
         return role if self._is_alone else f"{role}@{where}"
 
+    @property
+    def _serves_devices(self) -> bool:
+        """A selector does, and an aggregator to which devices may upload themselves."""
+        takes_uploads = "aggregator" in self.roles and bool(self.deployment.upload_url)
+        return "selector" in self.roles or takes_uploads
+
     async def _called_host(self) -> str:
         """The host at which others call this server. They must be able to reach it, and it them."""
         names = self.deployment.coordinators
@@ -469,7 +477,12 @@ class Server:
                 return Host(Selector(*start, keyring, self._coordinators()), *around)
             case "aggregator":
                 pool = self._upload_pool()
-                among = (keyring, self._coordinators(), pool.total_bytes)
+                among = (
+                    keyring,
+                    self._coordinators(),
+                    pool.total_bytes,
+                    self.deployment.upload_url,
+                )
                 return self._make_aggregator_host(Aggregator(*start, *among), pool)
 
     def _upload_pool(self) -> BufferPool:
@@ -537,9 +550,10 @@ class Server:
         self.addresses[name] = f"{shown}:{listening.port}"
 
     async def _open_doors(self) -> None:
-        if "selector" in self.roles:
-            routes, proxies = self._devices_routes(), self.deployment.proxies
-            where = self.deployment.devices
+        if self._serves_devices:
+            is_selector = "selector" in self.roles
+            routes = self._devices_routes() if is_selector else self._upload_routes()
+            where, proxies = self.deployment.devices, self.deployment.proxies
             await self._listen("devices", where, routes, self._device_limits, proxies)
         await self._listen("admin", self.deployment.admin, self._admin_routes())
         await self._tell_address()
@@ -563,6 +577,16 @@ class Server:
         door = self._door = Door(selector, auth, shared.blobs, driver, shared.locator())
         uploads = Uploads(shared.clock, shared.peers, selector.machine, self._aggregators, driver)
         return [*door.routes(), uploads.route(), public_log.route(self._log)]
+
+    def _upload_routes(self) -> list[HttpRoute]:
+        """What devices may send to an aggregator without a selector in between."""
+        complete = participation_routes(self._to_aggregator, kinds=(Complete,))
+        return [*complete, self._own_uploads().route()]
+
+    def _own_uploads(self) -> Uploads:
+        """Chunks for the aggregator of this process."""
+        shared, driver = self._resources, self._operations.driver
+        return Uploads(shared.clock, shared.peers, None, self._aggregators, driver)
 
     @property
     def _log(self) -> Path:
@@ -657,9 +681,7 @@ class Server:
         own = [message_route(shared.peers, checks_roles=checks_roles)]
         routes = guarded(own, secret, refusal)
         if "aggregator" in self.roles:
-            driver = self._operations.driver
-            uploads = Uploads(shared.clock, shared.peers, None, self._aggregators, driver)
-            passed_on = [*participation_routes(self._to_aggregator), uploads.route()]
+            passed_on = [*participation_routes(self._to_aggregator), self._own_uploads().route()]
             role = "selector" if checks_roles else ""
             routes += guarded(passed_on, secret, refusal, role)
         return routes

@@ -92,6 +92,11 @@ class Book:
             except TimeoutError:
                 raise AssertionError(f"not within {seconds:g} s: {what}; {self}") from None
 
+    async def more(self, count: int, seconds: float) -> None:
+        wanted = len(self.acknowledged) + count
+        what = f"{count} more are counted"
+        await self.until(lambda: len(self.acknowledged) >= wanted, seconds, what)
+
     async def exchange(self, selector: str, message: Message, ask: Ask) -> Message | None:
         await self.pass_half_way(message)
         self.on_request(selector, message)
@@ -183,8 +188,9 @@ class WatchedProcess(LoadProcess):
         certificates: Path | None,
         trust: Trust | None,
         blobs_hosts: Sequence[str] = (),
+        upload_hosts: Sequence[str] = (),
     ) -> None:
-        super().__init__(book, certificates, trust, blobs_hosts)
+        super().__init__(book, certificates, trust, blobs_hosts, upload_hosts)
 
 
 Work = Callable[[TrainingRequest], Awaitable[None]]
@@ -243,11 +249,13 @@ async def fleet(
     terms: TermsOf = lambda task: None,
     seed: int = 1,
     blobs_hosts: Sequence[str] = (),
+    upload_hosts: Sequence[str] = (),
+    book: Book | None = None,
 ) -> AsyncIterator[Fleet]:
     """`work(book, i)` says what the i-th device does instead of training."""
-    book = Book()
+    book = book or Book()
     folder.mkdir(parents=True, exist_ok=True)
-    async with WatchedProcess(book, certificates, trust, blobs_hosts) as process:
+    async with WatchedProcess(book, certificates, trust, blobs_hosts, upload_hosts) as process:
         devices = [
             Device(
                 process,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import os
+import socket
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -18,6 +21,7 @@ from tests.s3.server import BUCKET, key_file, s3_server
 from tests.system.admin import Admin
 from tests.system.processes import Installation
 from tests.system.test_secure import until
+from tests.system.tls import make_certificates
 
 Plant = Callable[[Path, Path], None]
 
@@ -213,3 +217,37 @@ def test_a_database_and_a_bucket_that_work(tmp_path: Path) -> None:
         graded = {each.subject: each.grade for each in examine(DoctorOptions(config=config))}
     assert (graded["state"], graded["blobs"]) == ("good", "good")
     assert not list((tmp_path / "data").iterdir())
+
+
+def test_the_address_for_direct_uploads_is_tried(tmp_path: Path) -> None:
+    config = tmp_path / "aggregator.toml"
+    made = make_certificates(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(made.certificate, made.key)
+
+    def grade(url: str, listening: socket.socket | None = None) -> tuple[str, str]:
+        config.write_text(
+            f'upload_url = "{url}"\ntls_authority = "{made.authority}"\n', encoding="utf-8"
+        )
+        options = DoctorOptions(role="aggregator", config=config)
+        if listening is not None:
+            Thread(target=_shake_hands, args=(listening, context)).start()
+        [each] = [each for each in examine(options) if each.subject == "upload_url"]
+        assert each.grade == "good" or each.hint
+        return each.grade, each.text
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert grade(f"http://127.0.0.1:{port}")[0] == "good"
+        listening.accept()[0].close()
+        assert grade(f"https://127.0.0.1:{port}", listening)[0] == "good"
+        refused, why = grade(f"https://127.0.0.2:{port}", None)
+    assert refused == "warning"
+    assert "upload through selectors" in why
+    assert "unknown host" in grade("https://nobody.invalid")[1]
+
+
+def _shake_hands(listening: socket.socket, context: ssl.SSLContext) -> None:
+    plain, _ = listening.accept()
+    with context.wrap_socket(plain, server_side=True):
+        pass

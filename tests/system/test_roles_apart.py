@@ -22,6 +22,7 @@ from tests.system.processes import Installation, ServerProcess, Toml, run_to_the
 from tests.system.tls import make_certificates
 
 _STEP_S = 60.0
+_NOWHERE = "127.0.0.1:1"  # an aggregator that does not listen for devices
 _GOAL = 4
 CONFIG = TaskConfig(
     task="apart",
@@ -55,7 +56,9 @@ class Apart:
         tls: Mapping[str, str] | None = None,
         coordinators: int = 1,
         server: Mapping[str, Toml] | None = None,
+        direct: str = "",
     ) -> None:
+        """`direct`: the scheme at which devices may upload to aggregators; empty: they may not."""
         self.installation = installation
         self._server = server or _SERVER
         candidates = [installation.reserve() for _ in range(coordinators)]
@@ -65,7 +68,13 @@ class Apart:
         ]
         self.coordinator = self.coordinators[0]
         self.selectors = [self._add("selector", i) for i in range(selectors)]
-        self.aggregators = [self._add("aggregator", i) for i in range(aggregators)]
+        self.upload_urls = [
+            f"{direct}://{installation.reserve()}" if direct else "" for _ in range(aggregators)
+        ]
+        self.aggregators = [
+            self._add("aggregator", i, upload_url=url, devices=url.rpartition("/")[2] or _NOWHERE)
+            for i, url in enumerate(self.upload_urls)
+        ]
 
     def _add(self, role: str, number: int = 0, **own: str) -> ServerProcess:
         deployment = {**self._shared, **own}
@@ -192,8 +201,7 @@ def _has_joined_more(book: Book, than: int) -> bool:
 
 
 async def _more(book: Book, count: int) -> None:
-    wanted = len(book.acknowledged) + count
-    await book.until(lambda: len(book.acknowledged) >= wanted, _STEP_S, f"{count} more are counted")
+    await book.more(count, _STEP_S)
 
 
 async def _until_mid_upload(book: Book) -> None:

@@ -6,8 +6,10 @@ import asyncio
 import json
 import threading
 import time
+from base64 import b64encode
 from contextlib import closing
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -18,7 +20,7 @@ from papaya.config.deployment import ROLES
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.http.pool import ConnectionPool
 from papaya.messages import wire
-from papaya.messages.participation import Retry
+from papaya.messages.participation import Complete, Retry
 from papaya.messages.storage import (
     FORMAT,
     FORMAT_KEY,
@@ -28,6 +30,7 @@ from papaya.messages.storage import (
     Transaction,
     boot_key,
 )
+from papaya.messages.tickets import Keyring, UploadTicket
 from papaya.server.formats import Formats
 from papaya.server.peers import address_of
 from papaya.server.server import Server
@@ -152,6 +155,67 @@ def test_roles_apart_take_messages_only_from_servers(tmp_path: Path) -> None:
             await server.stop()
 
     asyncio.run(run())
+
+
+def test_an_aggregator_takes_uploads_from_devices_and_nothing_else(tmp_path: Path) -> None:
+    async def run() -> None:
+        where = deployment(
+            tmp_path, coordinators=("127.0.0.1:1",), upload_url="http://aggregator.example:8750"
+        )
+        server = Server(where, ("aggregator",))
+        await server.start()
+        try:
+            pool, devices = ConnectionPool(), server.addresses["devices"]
+            claim = UploadTicket("task", "s1", 1, 0, "key", 9e9, 0, 1, 9e9)
+            ticket = Keyring({1: bytes(32)}).seal(claim)
+            complete = wire.encode(Complete(ticket, "u"))
+            asked = await pool.request(devices, "POST", "/v1/complete", (), complete)
+            answer = wire.to_device.parse(asked.body)
+            assert isinstance(answer, Retry)
+            assert answer.elsewhere
+            headers = (
+                ("Papaya-Ticket", b64encode(ticket).decode()),
+                ("Papaya-Crc32", f"{crc32(b'data'):08x}"),
+            )
+            chunk = await pool.request(devices, "PUT", "/v1/uploads/u/chunks/0", headers, b"data")
+            assert wire.to_device.parse(chunk.body) == answer
+            for path in ("check-in", "join", "heartbeat", "report", "leave"):
+                assert (await pool.request(devices, "POST", f"/v1/{path}")).status == 404
+            assert (await pool.request(devices, "POST", "/internal/messages")).status == 404
+            await pool.close()
+        finally:
+            await server.stop()
+
+    asyncio.run(run())
+
+
+def test_an_aggregator_without_an_upload_url_does_not_listen_for_devices(tmp_path: Path) -> None:
+    async def run() -> None:
+        server = Server(deployment(tmp_path, coordinators=("127.0.0.1:1",)), ("aggregator",))
+        await server.start()
+        try:
+            assert sorted(server.addresses) == ["admin", "servers"]
+        finally:
+            await server.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("url", "more"),
+    [
+        ("aggregator.example:8750", {}),
+        ("https://aggregator.example/path", {}),
+        ("https://aggregator.example:99999", {}),
+        ("https://user@aggregator.example", {}),
+        ("http://aggregator.example", {"tls_certificate": "c.pem", "tls_key": "c.key"}),
+    ],
+)
+def test_an_upload_url_that_devices_cannot_use_is_refused(
+    tmp_path: Path, url: str, more: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match="upload_url"):
+        deployment(tmp_path, upload_url=url, **more)
 
 
 def test_the_address_of_a_node_is_in_its_name() -> None:
