@@ -38,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     Rule("range", "parameters", "A resumed download asks for one range and sends If-Range."),
     Rule("chunks", "chunks", "Chunks have the right length, checksum and upload id."),
     Rule("same-bytes", "chunks", "An upload id always refers to the same bytes."),
+    Rule("upload-url", "direct-uploads", "An upload that fails directly goes through a selector."),
     Rule("incomplete", "incomplete", "Exactly the missing chunks are sent again, then Complete."),
     Rule("counted", "the-update", "The update is one that the server counts."),
     Rule("completed", "completed", "After Completed, the visit is over."),

@@ -36,6 +36,7 @@ from papaya.messages.selection import CheckIn, Rejected
 from papaya.secagg.parameters import PublicParameters
 
 ExpectedEnding = Literal["counted", "aborted", "refused", "left"]
+_NOBODY = "http://127.0.0.1:1"
 _HTML = b"<html><body><h1>502 Bad Gateway</h1></body></html>"
 
 
@@ -288,6 +289,19 @@ class TaskHasMoved(Scenario):
         return await pass_on()
 
 
+class NobodyAtUploadUrl(Scenario):
+    name = "upload-url"
+    explains = "the grant names an address for a direct upload, and nobody listens there"
+    rules = ("upload-url",)
+
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
+        found = await pass_on()
+        granted = parsed(found)
+        if isinstance(granted, UploadGranted):
+            return reply(structs.replace(granted, upload_url=_NOBODY))
+        return found
+
+
 class SlowCommit(Scenario):
     name = "slow-commit"
     explains = "Complete is answered late; without heartbeats the server ends the session"
@@ -513,6 +527,7 @@ SCENARIOS: tuple[type[Scenario], ...] = (
     RefusedReport,
     ChunkLost,
     DamagedChunk,
+    NobodyAtUploadUrl,
     SlowCommit,
     ServerCrash,
     TooSoon,

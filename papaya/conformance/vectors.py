@@ -140,6 +140,7 @@ _ANSWERS: tuple[Case, ...] = (
     {"type": "Alive"},
     _GRANTED,
     {**_GRANTED, "secure": _SECURE},
+    {**_GRANTED, "upload_url": "https://aggregator-1.example:8750"},
     {"type": "ChunkReceived", "upload": "u-1", "index": 4095},
     {"type": "Incomplete", "missing": [0, 2]},
     {"type": "Completed"},
@@ -149,6 +150,7 @@ _ANSWERS: tuple[Case, ...] = (
     {"type": "Aborted", "reason": "stale"},
     {"type": "Refused", "reason": "no"},
     {"type": "Retry", "reason": "busy", "after_s": 0.5},
+    {"type": "Retry", "reason": "moved", "after_s": 0.5, "elsewhere": True},
 )
 _REQUESTS: tuple[Case, ...] = (
     {
@@ -170,7 +172,7 @@ _REQUESTS: tuple[Case, ...] = (
     {"type": "Complete", "ticket": _TICKET, "upload": "u-1", "sealed": b64encode(bytes(64))},
     {"type": "Leave", "ticket": _TICKET, "reason": "x" * 128},
 )
-_OPTIONAL = ("discarded", "hint", "secure", "sealed", "excluded")
+_OPTIONAL = ("discarded", "hint", "secure", "sealed", "excluded", "upload_url", "elsewhere")
 _ABORTED_ONLY = "an unknown reason to abort"
 _BAD_FIELDS: tuple[tuple[str, Case], ...] = (
     ("a ticket that is not base64", {"ticket": "no base64!"}),
@@ -197,6 +199,8 @@ _BAD_FIELDS: tuple[tuple[str, Case], ...] = (
     ("a name of 65 characters", {"excluded": ["a" * 65]}),
     ("33 labels", {"capabilities": {"labels": ["a"] * 33}}),
     ("negative memory", {"capabilities": {"memory_mb": -1}}),
+    ("an upload_url of 513 characters", {"upload_url": "https://" + "a" * 505}),
+    ("an elsewhere that is a number", {"elsewhere": 1}),
     ("an upload id of 129 characters", {"upload": "u" * 129}),
     ("a sealed seed of 257 bytes", {"sealed": b64encode(bytes(257)).decode()}),
     ("an offer of 111 bytes", {"secure": {**_SECURE, "offer": b64encode(bytes(111))}}),

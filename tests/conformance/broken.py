@@ -150,6 +150,19 @@ def refuses_unknown_fields(client: Any) -> None:
     client.Server.repeat = strict
 
 
+@breaks("upload-url", "upload-url")
+def gives_up_if_it_cannot_upload_directly(client: Any) -> None:
+    repeat = client.Server.repeat
+
+    def direct(self: Any, *request: Any) -> Any:
+        answer = repeat(self, *request)
+        if answer.get("upload_url"):
+            raise ConnectionRefusedError
+        return answer
+
+    client.Server.repeat = direct
+
+
 @breaks("redirect", "redirect")
 def follows_redirects(client: Any) -> None:
     once = client.Server.once

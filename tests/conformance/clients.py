@@ -78,7 +78,11 @@ async def reference_visit(
     visits = _LATER_VISITS if store.exists() else _VISITS
     trusted = trust(setup.policy, Path(setup.state) / "checkpoint", time.time)
     async with DeviceProcess(
-        now=time.time, pacing=PACING, trust=trusted, eligibility=Eligibility(assume=CONDITIONS)
+        now=time.time,
+        pacing=PACING,
+        trust=trusted,
+        eligibility=Eligibility(assume=CONDITIONS),
+        upload_hosts=["127.0.0.1"],
     ) as process:
         with Device(
             process,
