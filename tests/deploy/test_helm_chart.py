@@ -192,3 +192,29 @@ def test_values_that_cannot_work_are_explained(
     done = run(helm, "template", "fl", str(CHART), *_set(values))
     assert done.returncode != 0
     assert problem in done.stderr
+
+
+def test_devices_reach_each_aggregator_if_they_may_upload_to_it(helm: str) -> None:
+    url = "https://$(POD_NAME).uploads.example:8750"
+    name = r"external-dns\.alpha\.kubernetes\.io/hostname"
+    direct = (
+        *SEPARATE,
+        "aggregator.autoscaling.enabled=false",
+        f"aggregator.uploads.url={url}",
+        f"aggregator.uploads.service.annotations.{name}=$(POD_NAME).uploads.example",
+    )
+    objects = rendered(helm, direct)
+    for found in objects:
+        kubernetes_validate.validate(found, "1.27", strict=True)
+    [container] = pods(objects)["fl-aggregator"]["containers"]
+    assert container["args"][container["args"].index("--upload-url") + 1] == url
+    assert "devices" in [port["name"] for port in container["ports"]]
+    policy = of_kind(objects, "NetworkPolicy")["fl-aggregator"]["spec"]
+    assert {"ports": [{"port": 8750}]} in policy["ingress"]
+    services = of_kind(objects, "Service")
+    for i in range(2):
+        service, pod = services[f"fl-uploads-{i}"], f"fl-aggregator-{i}"
+        assert service["spec"]["selector"] == {"statefulset.kubernetes.io/pod-name": pod}
+        assert list(service["metadata"]["annotations"].values()) == [f"{pod}.uploads.example"]
+    assert "fl-uploads-2" not in services
+    assert not [name for name in of_kind(rendered(helm, SEPARATE), "Service") if "uploads" in name]
