@@ -12,6 +12,7 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
+from urllib.parse import urlsplit
 from zlib import crc32
 
 from _servers import require
@@ -55,6 +56,9 @@ class Device:
         self, address: tuple[str, int], token: str, context: ssl.SSLContext | None = None
     ) -> None:
         """`context`: of TLS; None without."""
+        self._token, self._context = token, context
+        # A connection to the aggregator itself, by its `upload_url`.
+        self._direct: tuple[str, Device] | None = None
         plain = socket.create_connection(address, timeout=60.0)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = (
@@ -65,6 +69,20 @@ class Device:
 
     def close(self) -> None:
         self._socket.close()
+        if self._direct is not None:
+            self._direct[1].close()
+
+    def _to_upload(self, url: str) -> Device:
+        """Where to upload: over this connection, or directly to the aggregator."""
+        if not url:
+            return self
+        if self._direct is None or self._direct[0] != url:
+            parts = urlsplit(url)
+            assert parts.hostname is not None
+            assert parts.port is not None
+            address = (parts.hostname, parts.port)
+            self._direct = (url, Device(address, self._token, self._context))
+        return self._direct[1]
 
     def ask(self, message: Message) -> Message:
         """One exchange; Retry is waited out, as devices do."""
@@ -99,11 +117,12 @@ class Device:
         assert isinstance(granted, UploadGranted), granted
         staleness = granted.version - joined.version
         update = update_of(staleness)
-        self.upload(granted, update, upload, range(len(update.chunks)))
-        completed = self.ask(Complete(granted.ticket, upload))
+        there = self._to_upload(granted.upload_url)
+        there.upload(granted, update, upload, range(len(update.chunks)))
+        completed = there.ask(Complete(granted.ticket, upload))
         while isinstance(completed, Incomplete):  # on a busy machine a silent upload loses its slot
-            self.upload(granted, update, upload, completed.missing)
-            completed = self.ask(Complete(granted.ticket, upload))
+            there.upload(granted, update, upload, completed.missing)
+            completed = there.ask(Complete(granted.ticket, upload))
         require(completed == Completed(None), f"an update was answered {completed}")
         return staleness
 

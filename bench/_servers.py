@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
 import ssl
 import subprocess
 import sys
@@ -122,9 +123,13 @@ def running(
     program: tuple[str, ...] = (PAPAYA,),
     selectors: int = 1,
     aggregators: int = 1,
+    direct: bool = False,
     **settings: object,
 ) -> Iterator[Servers]:
-    """All roles in one process, or each in its own, with nothing on disk before or after."""
+    """All roles in one process, or each in its own, with nothing on disk before or after.
+
+    `direct`: devices upload to the aggregators themselves.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="papaya-bench-")))
         servers = Servers(folder / "data", program)
@@ -141,8 +146,19 @@ def running(
             for role, count in (("selector", selectors), ("aggregator", aggregators)):
                 for number in range(count):
                     name = role if number == 0 else f"{role} {number + 1}"
-                    _start(stack, servers, folder, deployment, name)
+                    own = deployment
+                    if direct and role == "aggregator":
+                        own = _with_upload_url(deployment)
+                    _start(stack, servers, folder, own, name)
         yield servers
+
+
+def _with_upload_url(deployment: Deployment) -> Deployment:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+    scheme = "http" if deployment.tls_certificate is None else "https"
+    url = f"{scheme}://{where}"
+    return msgspec.structs.replace(deployment, devices=where, upload_url=url)
 
 
 def make_certificate(folder: Path) -> dict[str, str]:

@@ -1,16 +1,17 @@
 """Claim: TLS costs the servers little more CPU than the bytes themselves cost OpenSSL.
 
-The same uploads as in `data_plane.py`, over TLS, in three arrangements. The peer is a small program
+The same uploads as in `data_plane.py`, over TLS, in four arrangements. The peer is a small program
 in C that receives the same bytes over as many TLS connections and drops them (`_bare_tls.c`,
 compiled here; it needs gcc and OpenSSL's headers). Server CPU per update of 20 MiB ÷ that of the
 peer, in turns within one run:
 
     one process                                           at most 2.5
+    selector and aggregator, uploads to the aggregator    at most 2.5
     selector and aggregator, TLS for devices only         at most 2.5
     selector and aggregator, TLS on both hops             at most 4
 
 The servers also check, fold, make durable and count every update; the final model is asserted. Run
-as `python bench/tls.py`; prints one JSON line per case.
+as `python bench/tls.py`, or with the names of cases; prints one JSON line per case.
 """
 
 from __future__ import annotations
@@ -72,14 +73,15 @@ def main(cases: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="papaya-bench-tls-") as folder:
         settings = make_certificate(Path(folder))
         bare = BareReceiver(Path(folder), settings)
-        for case, apart, inside, target in (
-            ("one process", False, True, PLAIN_INSIDE),
-            ("selector and aggregator, plain between them", True, False, PLAIN_INSIDE),
-            ("selector and aggregator, TLS on both hops", True, True, BOTH_HOPS),
+        for case, arrangement, target in (
+            ("one process", {"apart": False}, PLAIN_INSIDE),
+            ("direct to the aggregator", {"apart": True, "direct": True}, PLAIN_INSIDE),
+            ("plain between them", {"apart": True, "servers_tls": False}, PLAIN_INSIDE),
+            ("TLS on both hops", {"apart": True}, BOTH_HOPS),
         ):
             if cases and case not in cases:
                 continue
-            with running(SERVER, apart=apart, servers_tls=inside, **settings) as servers:
+            with running(SERVER, **arrangement, **settings) as servers:
                 used_s, wall_s, bare_s = measure(
                     servers, update, pattern, lambda threads: bare.cpu_s(threads, update)
                 )
