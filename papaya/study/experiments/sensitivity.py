@@ -10,7 +10,7 @@ This experiment has no claims: it shows which claims of the others depend on an 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Final, NamedTuple, get_args
 
@@ -36,7 +36,7 @@ from papaya.study.experiments.runs import (
 )
 from papaya.study.lab import Lab
 from papaya.study.replay import Rates
-from papaya.study.run import RecordingPlan, Run
+from papaya.study.run import RecordingPlan, Run, RunResult
 from papaya.study.workloads.paper import Dialect
 
 KEY = "sensitivity"
@@ -140,9 +140,10 @@ def _cells(seeds: Sequence[int]) -> list[Cell]:
     return [Cell(*found) for found in product(_DIALECTS, _FACTORS, seeds)]
 
 
-def _table(lab: Lab, scale: Scale, seeds: Sequence[int]) -> tuple[_Values, _Values]:
-    """Perplexities at the 99th percentile of over-selection and of AsyncFL, ÷ plain SyncFL's."""
-    chosen = {name: tune(lab, scale, name).rates for name in METHODS}
+def _learnt(
+    lab: Lab, scale: Scale, seeds: Sequence[int], chosen: Mapping[str, Rates]
+) -> dict[tuple[str, Cell], RunResult]:
+    """The runs of all methods and cells, with these rates."""
 
     def run_of(name: str, cell: Cell) -> Run:
         return learning(
@@ -152,8 +153,14 @@ def _table(lab: Lab, scale: Scale, seeds: Sequence[int]) -> tuple[_Values, _Valu
             language=cell.language,
         )
 
-    wanted = {(name, cell): run_of(name, cell) for name in METHODS for cell in _cells(seeds)}
-    learnt = dict(zip(wanted, lab.learn(wanted.values()), strict=True))
+    wanted = {(name, cell): run_of(name, cell) for name in chosen for cell in _cells(seeds)}
+    return dict(zip(wanted, lab.learn(wanted.values()), strict=True))
+
+
+def _table(lab: Lab, scale: Scale, seeds: Sequence[int]) -> tuple[_Values, _Values]:
+    """Perplexities at the 99th percentile of over-selection and of AsyncFL, ÷ plain SyncFL's."""
+    chosen = {name: tune(lab, scale, name).rates for name in METHODS}
+    learnt = _learnt(lab, scale, seeds, chosen)
 
     def relative(name: str) -> _Values:
         def p99(method: str, place: _Place) -> list[float]:
@@ -172,17 +179,7 @@ def _speedup(
 ) -> dict[_Place, dict[float, tuple[float, ...]]]:
     """At the paper's concurrency: place -> share of the loss that is left -> of each language."""
     chosen = {OVER: papers_rates(lab, scale, "SyncFL"), ASYNC: papers_rates(lab, scale, "AsyncFL")}
-
-    def run_of(name: str, cell: Cell) -> Run:
-        return learning(
-            plan_of(scale, name, seeds[0]),
-            _scaled(chosen[name], cell.factor),
-            data=cell.dialect,
-            language=cell.language,
-        )
-
-    wanted = {(name, cell): run_of(name, cell) for name in chosen for cell in _cells(seeds)}
-    learnt = dict(zip(wanted, lab.learn(wanted.values()), strict=True))
+    learnt = _learnt(lab, scale, seeds, chosen)
 
     def runs(name: str, place: _Place, share: float) -> list[Reached]:
         plan, found = plan_of(scale, name, seeds[0]), []
