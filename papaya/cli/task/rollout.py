@@ -34,7 +34,7 @@ from papaya.cli.output import (
     print_json,
     whole,
 )
-from papaya.cli.task.signing import default_key, own_manifest, signer
+from papaya.cli.task.signing import add_owner_key, default_key, own_manifest, signer
 from papaya.cli.task.update import newest_of, next_revision, note_consequences
 from papaya.config.metrics import PERPLEXITY
 from papaya.errors import OperatorError
@@ -80,12 +80,7 @@ def add_to(actions: Commands) -> None:
     ends = parser.add_mutually_exclusive_group()
     ends.add_argument("--finish", action="store_true", help="give the revision to all devices now")
     ends.add_argument("--roll-back", action="store_true", help="roll the revision back now")
-    parser.add_argument(
-        "--owner",
-        type=Path,
-        metavar="FILE",
-        help=f"sign with the key in this file (default: {default_key()})",
-    )
+    add_owner_key(parser)
     add_reason(parser)
     add_connection(parser)
     bind(parser, TaskRolloutOptions, run)

@@ -6,6 +6,7 @@ can read; beside it, FILE.statements has what the owner has signed about earlier
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Sequence
@@ -60,6 +61,15 @@ class OwnerSigner(NamedTuple):
 def default_key() -> Path:
     folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(folder) / "papaya" / "owner.key"
+
+
+def add_owner_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--owner",
+        type=Path,
+        metavar="FILE",
+        help=f"sign with the key in this file (default: {default_key()})",
+    )
 
 
 def statements_beside(path: Path) -> tuple[SignedStatement, ...]:

@@ -24,7 +24,7 @@ from papaya.cli.admin_client import (
 from papaya.cli.output import Commands, bind, note, print_data, print_json
 from papaya.cli.task.privacy import earlier_terms, privacy_in_words
 from papaya.cli.task.settings import GivenSettings, changed, changed_client
-from papaya.cli.task.signing import default_key, next_manifest, own_manifest, signer
+from papaya.cli.task.signing import add_owner_key, default_key, next_manifest, own_manifest, signer
 from papaya.config import TaskConfig
 from papaya.errors import OperatorError
 from papaya.server.admin.views import Revision, SignedBundle, TaskDetail, TaskView
@@ -55,12 +55,7 @@ def add_to(actions: Commands) -> None:
     )
     for parser in (update, renew):
         parser.add_argument("task", metavar="TASK", help="name of the task")
-        parser.add_argument(
-            "--owner",
-            type=Path,
-            metavar="FILE",
-            help=f"sign with the key in this file (default: {default_key()})",
-        )
+        add_owner_key(parser)
     update.add_argument(
         "--set",
         action="append",
