@@ -168,7 +168,7 @@ class Ledger:
         for _, row in transaction.put:
             assert isinstance(row, RecordRow)
             before = self.records.get(row.target)
-            named = blobs_of(row)
+            named = frozenset(blobs_of(row))
             garbage += [] if before is None else [b for b in blobs_of(before) if b not in named]
             self.records[row.target] = row
         return tuple(garbage)
