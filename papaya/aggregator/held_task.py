@@ -246,6 +246,8 @@ class HeldTask:
         ledger = Ledger.read(self.task, self.fence, dict(rows.rows))
         if ledger is None:
             return self.stop()
+        # Updates of a candidate have the same size. Those of an earlier revision that do not fit
+        # into the memory wait until their session times out.
         problem = why_not_served(ledger.config, self._server.chunk_bytes, self._memory.total_bytes)
         if problem := problem or _missing_methods(ledger):
             return self._halt(problem)
