@@ -35,7 +35,18 @@ from papaya.cli.simulate.task import lines, scale_rows
 from papaya.errors import OperatorError
 from papaya.sim.report import percent
 from papaya.study.lab import LabStep
-from papaya.study.sweep import VARIABLES, Plan, Regime, ResultRow, edges, rows_of, sweep, varied_in
+from papaya.study.sweep import (
+    FIELDS,
+    VARIABLES,
+    Plan,
+    Regime,
+    ResultRow,
+    SweptValue,
+    edges,
+    rows_of,
+    sweep,
+    varied_in,
+)
 from papaya.study.trace import MOST_HOURS
 from papaya.study.workloads.registry import BUILT_IN, prepare
 
@@ -43,13 +54,15 @@ _REGIMES: dict[str, Regime] = {"async": "async", "sync": "sync"}
 _MEANINGLESS = {"async": "over_selection", "sync": "max_staleness"}
 _EPILOG = """examples:
   papaya sweep embedding --vary K=10,30,100 --vary server_rate=0.003,0.01,0.03 --seeds 3
-  papaya sweep my_task.py --data leaf:data/train --vary client_rate=0.1,0.3 --target 2.5"""
+  papaya sweep my_task.py --data leaf:data/train --vary client_rate=0.1,0.3 --target 2.5
+  papaya sweep my_task.py --data leaf:data/train --vary staleness.kind=polynomial,constant
+  papaya sweep my_task.py --data leaf:data/train --vary client.optimizer=sgd,adam"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(DataOptions):
     workload: str
-    vary: Sequence[tuple[str, tuple[float, ...]]] = ()
+    vary: Sequence[tuple[str, tuple[SweptValue, ...]]] = ()
     regime: tuple[Regime, ...] = ()
     seeds: int = 1
     updates: int = 5000
@@ -80,7 +93,8 @@ def add_to(commands: Commands) -> None:
         action="append",
         type=_varied,
         metavar="NAME=A,B,...",
-        help=f"values to try for one of {', '.join(VARIABLES)}; may be repeated",
+        help=f"values to try for one of {', '.join(VARIABLES)}, or for a setting of a task: "
+        f"{', '.join(FIELDS)}; may be repeated",
     )
     what.add_argument(
         "--regime",
@@ -156,7 +170,7 @@ def run(options: SweepOptions) -> int:
     if any(not outcome.versions and outcome.curve.diverged is None for outcome in outcomes):
         note("warning: some runs made no server update, so they did not train: raise --hours")
     asked = ("regime", *plan.vary)
-    rows = rows_of(outcomes, varied_in(rows_of(outcomes, ()), asked))
+    rows = rows_of(outcomes, varied_in(rows_of(outcomes, asked), asked))
     varied = varied_in(rows, asked)
     if options.is_json:
         print_json([_without_curves(row) for row in rows])
@@ -173,7 +187,7 @@ def run(options: SweepOptions) -> int:
 
 
 def _plan(options: SweepOptions) -> Plan:
-    vary: dict[str, tuple[float, ...]] = {}
+    vary: dict[str, tuple[SweptValue, ...]] = {}
     for name, values in options.vary:
         if name in vary:
             raise OperatorError(f"--vary {name} is given twice", hint=f"--vary {name}=A,B,C")
@@ -191,16 +205,22 @@ def _plan(options: SweepOptions) -> Plan:
     )
 
 
-def _varied(text: str) -> tuple[str, tuple[float, ...]]:
+def _varied(text: str) -> tuple[str, tuple[SweptValue, ...]]:
     """Parse NAME=A,B,…; `Plan` checks the name."""
     name, _, listed = text.partition("=")
+    values = [value.strip() for value in listed.split(",")]
+    if not all(values):
+        names = ", ".join((*VARIABLES, *FIELDS))
+        problem = f"{text!r} does not have the form NAME=VALUE,VALUE,...; names are {names}"
+        raise argparse.ArgumentTypeError(problem)
+    return name, tuple(map(_number_or_text, values))
+
+
+def _number_or_text(text: str) -> SweptValue:
     try:
-        values = tuple(float(value) for value in listed.split(","))
+        return float(text)
     except ValueError:
-        names = ", ".join(VARIABLES)
-        problem = f"{text!r} does not have the form NAME=NUMBER,NUMBER,...; names are {names}"
-        raise argparse.ArgumentTypeError(problem) from None
-    return name, values
+        return text
 
 
 def _regimes(text: str) -> tuple[Regime, ...]:
@@ -224,8 +244,12 @@ def _shown(step: LabStep) -> tuple[str, float, str]:
 
 def _table(rows: Sequence[ResultRow], varied: Sequence[str], target: float | None) -> str:
     timed = ("hours to target", "trips") if target is not None else ("hours", "trips")
-    header = (*(varied or ("",)), *timed, "loss", "p75", "p99", "utilization", "K–S")
-    shown = table(header, [_cells(row, varied, target) for row in rows])
+    header = [*(varied or ("",)), *timed, "loss", "p75", "p99", "utilization", "K–S"]
+    cells = [_cells(row, varied, target) for row in rows]
+    if "upload_bits" in varied:
+        header.append("rounding")
+        cells = [[*line, _error(row.rounding)] for line, row in zip(cells, rows, strict=True)]
+    shown = table(header, cells)
     return "\n".join([shown, *(_diverged(row) for row in rows if row.diverged)])
 
 
@@ -276,7 +300,11 @@ def _cells(row: ResultRow, varied: Sequence[str], target: float | None) -> list[
     return [*named, *spent, *losses, used, ks]
 
 
-def _value(value: float | str) -> str:
+def _error(share: float | None) -> str:
+    return "–" if share is None else f"{share:.2g}"
+
+
+def _value(value: SweptValue) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return value if isinstance(value, str) else f"{value:g}"
@@ -297,6 +325,7 @@ def _without_curves(row: ResultRow) -> dict[str, object]:
             "norms": to_builtins(outcome.norms),
             "precision": to_builtins(outcome.precision),
             "rounding": to_builtins(outcome.curve.rounding),
+            "masked": to_builtins(outcome.curve.masked),
             "fairness": to_builtins(outcome.fairness),
         }
         for outcome in row.outcomes

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from papaya.sim.jobs import write_whole
+from papaya.study.masked_words import MaskedRounding
 from papaya.study.precision import RoundingError
 
 
@@ -34,6 +35,7 @@ class LearningState(Struct, frozen=True):
     judging: dict[str, Any]
     device_states: dict[int, bytes] = {}
     rounding: dict[int, RoundingError] = {}
+    masked: MaskedRounding | None = None
 
 
 class Checkpoints:

@@ -114,18 +114,23 @@ def _draw_variable(axes: Axes, rows: Sequence[ResultRow], name: str) -> None:
     wanted = "hours to the target" if is_timed else "final loss"
     prepare(axes, f"{name}: best for each value", name, wanted)
     regimes = sorted({str(row.setting["regime"]) for row in rows})
+    texts = sorted({v for row in rows if isinstance(v := row.setting[name], str)})
     for regime, color in zip(regimes, COLORS, strict=False):
         best: dict[float, float] = {}
         for row in rows:
             height = row.target_hours if is_timed else row.loss
             if row.setting["regime"] != regime or height is None or row.diverged:
                 continue
-            value = float(row.setting[name])
+            setting = row.setting[name]
+            value = float(texts.index(setting) if isinstance(setting, str) else setting)
             axes.plot(value, height, "o", color=color, ms=4, alpha=0.6)
             best[value] = min(height, best.get(value, height))
         at = sorted(best)
         axes.plot(at, [best[value] for value in at], color=color, lw=1.3, label=regime)
-    _scale(axes, sorted({float(row.setting[name]) for row in rows}))
+    if texts:
+        axes.set_xticks(range(len(texts)), texts)
+    else:
+        _scale(axes, sorted({float(row.setting[name]) for row in rows}))
     if len(regimes) > 1:
         axes.legend(frameon=False, fontsize=8)
 

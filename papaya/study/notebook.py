@@ -192,7 +192,7 @@ class SweepResult:
     @cached_property
     def rows(self) -> list[ResultRow]:
         """One for each setting, the best first."""
-        return rows_of(self.outcomes, varied_in(rows_of(self.outcomes, ()), self.asked))
+        return rows_of(self.outcomes, varied_in(rows_of(self.outcomes, self.asked), self.asked))
 
     @cached_property
     def table(self) -> pandas.DataFrame:

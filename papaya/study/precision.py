@@ -11,7 +11,7 @@ independent and uniform. A client's values are weighted by examples ÷ max_examp
 rounded, so few examples per client cost precision.
 
 Uploads in the clear may have 16 or 8 bits for each number (`papaya/learning/compression.py`). Their
-error is measured on the updates of version 1.
+error is measured on the updates of version 1; that of masked words of 16 bits in `masked_words.py`.
 """
 
 from __future__ import annotations
@@ -78,11 +78,16 @@ class RoundingError(Struct, frozen=True):
     mean: float
 
 
+def measured_updates(length: int) -> int:
+    """On how many updates of this length errors are measured."""
+    return max(4, _MEASURED_VALUES // length)
+
+
 def rounding_errors(
     updates: npt.NDArray[np.float32], clip: float | None = None
 ) -> dict[int, RoundingError]:
     """Of the first of these updates, by the number of bits; empty if they are all zero."""
-    count = max(4, _MEASURED_VALUES // updates.shape[1])
+    count = measured_updates(updates.shape[1])
     chosen = [u if clip is None else clipped(u, clip) for u in updates[:count]]
     exact = np.stack(chosen).astype(np.float64)
     if not np.isfinite(exact).all() or not exact.mean(axis=0).any():

@@ -24,7 +24,15 @@ import numpy as np
 from msgspec import Struct, structs
 
 from papaya.aggregator.private_sum import noised_mean
-from papaya.config import Aggregation, OptimizerConfig, Privacy, Staleness, TaskConfig, Weighting
+from papaya.config import (
+    Aggregation,
+    OptimizerConfig,
+    Privacy,
+    SecureAggregation,
+    Staleness,
+    TaskConfig,
+    Weighting,
+)
 from papaya.config.upload_bits import UploadBits
 from papaya.errors import Diverged, UpdateRefused
 from papaya.learning.aggregation_rules import (
@@ -52,7 +60,14 @@ from papaya.secagg.noise import KEY_BYTES as NOISE_KEY_BYTES
 from papaya.sim.draws import Floats, splitmix64
 from papaya.study.checkpoint import Checkpoints, LearningState
 from papaya.study.followed_trace import FollowedTrace
-from papaya.study.precision import RoundingError, rounding_errors
+from papaya.study.masked_words import (
+    MaskedClient,
+    MaskedRounding,
+    masked_rounding,
+    mean_in_16_bits,
+    parameters_in_16_bits,
+)
+from papaya.study.precision import RoundingError, measured_updates, rounding_errors
 from papaya.study.trace import Trace
 from papaya.study.workloads.base import KeepsDeviceStates, Matrix, Quality, Workload
 
@@ -74,6 +89,8 @@ class Rates(Struct, frozen=True):
     aggregation: Aggregation = Aggregation()
     privacy: Privacy | None = None
     upload_bits: UploadBits = 32
+    masked: bool = False
+    """Is the task secure? It matters for words of fewer than 32 bits only."""
 
     def task(self, recorded: TaskConfig) -> TaskConfig:
         """A recorded task, with these settings. A device reports what it has trained on, and the
@@ -90,6 +107,9 @@ class Rates(Struct, frozen=True):
             aggregation=self.aggregation,
             privacy=self.privacy,
             requirements=structs.replace(recorded.requirements, upload_bits=self.upload_bits),
+            secure_aggregation=SecureAggregation()
+            if self.masked and self.upload_bits != 32
+            else None,
         )
 
 
@@ -107,7 +127,7 @@ class Curve(Struct, frozen=True):
     """How a model got better. `diverged` says why learning ended early, if it did.
 
     `norms` are the L2 norms of the first client updates. `rounding`: what fewer bits would make of
-    the updates in version 1, by the number of bits.
+    the updates in version 1, by the number of bits. `masked`: what masked words of 16 bits would.
     """
 
     workload: str
@@ -116,6 +136,7 @@ class Curve(Struct, frozen=True):
     norms: tuple[float, ...]
     diverged: str | None = None
     rounding: dict[int, RoundingError] = {}
+    masked: MaskedRounding | None = None
 
     def reached(self, loss: float) -> Point | None:
         """The first judged version whose loss for all clients is at most this, and stays there
@@ -234,7 +255,8 @@ def learn(
                 break
             if checkpoints is not None and version < last:
                 checkpoints.save_if_due(lambda: learner.state(judging))
-    return structs.replace(judging.curve(rates, learner.norms), rounding=learner.rounding)
+    curve = judging.curve(rates, learner.norms)
+    return structs.replace(curve, rounding=learner.rounding, masked=learner.masked)
 
 
 class _Learner:
@@ -250,6 +272,7 @@ class _Learner:
     ) -> None:
         self.norms: list[float] = []
         self.rounding: dict[int, RoundingError] = {}
+        self.masked: MaskedRounding | None = None
         self._trace = trace
         self._workload = workload
         self._rates = rates
@@ -273,7 +296,7 @@ class _Learner:
             trace = self._trace.until(version)
             updates = _train(trace, self._workload, self._rates, self._models, version)
             if version == 1 and self._is_rounding_wanted:
-                self.rounding = rounding_errors(updates, self._task.clip)
+                self._measure_rounding(trace, updates)
             step = _step(trace, self._task, version, updates, self.norms)
             parameters, self._state = self._optimizer.step(
                 self._models[version - 1], step, self._state
@@ -282,6 +305,15 @@ class _Learner:
             for old in self._unused(version, last_use):
                 self._models.pop(old, None)
             yield version, parameters
+
+    def _measure_rounding(self, trace: Trace, updates: Matrix) -> None:
+        """Of the first updates of version 1."""
+        self.rounding = rounding_errors(updates, self._task.clip)
+        if self.rounding:  # otherwise they are not finite, or zero
+            count = measured_updates(updates.shape[1])
+            clients = _clients(trace, self._task, 1, updates)[:count]
+            norms = np.sqrt(np.einsum("ij,ij->i", updates, updates, dtype=np.float64))
+            self.masked = masked_rounding(self._task, clients, norms.tolist())
 
     def _unused(self, version: int, last_use: dict[int, list[int]] | None) -> list[int]:
         """Versions from which no client trains after this one."""
@@ -297,6 +329,7 @@ class _Learner:
             optimizer=self._optimizer.encode_state(self._state),
             norms=self.norms,
             rounding=self.rounding,
+            masked=self.masked,
             judging=judging.state,
             device_states=self._workload.device_states
             if isinstance(self._workload, KeepsDeviceStates)
@@ -305,7 +338,7 @@ class _Learner:
 
     def restore(self, found: LearningState) -> None:
         self._version, self.norms = found.version, list(found.norms)
-        self.rounding = found.rounding
+        self.rounding, self.masked = found.rounding, found.masked
         if isinstance(self._workload, KeepsDeviceStates):
             self._workload.device_states = dict(found.device_states)
         self._models = {
@@ -331,6 +364,8 @@ def _step(
     weights = [counted_examples(task, n) for n in trace.clients.examples[members].tolist()]
     lengths = np.sqrt(np.einsum("ij,ij->i", updates, updates, dtype=np.float64))
     norms += lengths[: max(0, NORMS_KEPT - len(norms))].tolist()
+    if task.is_secure:
+        return _masked_mean(trace, task, version, updates, lengths)
     if task.upload_bits != 32:
         updates = _rounded(trace, task, version, updates)
         lengths = np.sqrt(np.einsum("ij,ij->i", updates, updates, dtype=np.float64))
@@ -354,14 +389,40 @@ def _step(
     return noised_mean(task, total, len(given), key)
 
 
+def _masked_mean(
+    trace: Trace, task: TaskConfig, version: int, updates: Matrix, lengths: Floats
+) -> Vector:
+    """What the server unmasks of the updates that devices clip and mask in words of 16 bits."""
+    assert task.clip is not None
+    _admitted(updates, lengths, task.clip)  # refuses what is not finite
+    clients = [
+        structs.replace(client, update=clipped(client.update, task.clip))
+        for client in _clients(trace, task, version, updates)
+    ]
+    return mean_in_16_bits(parameters_in_16_bits(task, updates.shape[1]), clients)
+
+
+def _clients(trace: Trace, task: TaskConfig, version: int, updates: Matrix) -> list[MaskedClient]:
+    members = trace.members(version)
+    examples = trace.clients.examples[members].tolist()
+    staleness = trace.staleness[members].tolist()
+    seeds = _rounding_seeds(trace, version)
+    rows = zip(updates, examples, staleness, seeds, strict=True)
+    return [MaskedClient(u, min(n, task.max_examples), s, seed) for u, n, s, seed in rows]
+
+
+def _rounding_seeds(trace: Trace, version: int) -> list[int]:
+    clients = trace.clients.take(trace.members(version))
+    pairs = zip(clients.device.tolist(), clients.participation.tolist(), strict=True)
+    seed = trace.seed ^ _ROUNDING
+    return [splitmix64(splitmix64(seed, device), visit) for device, visit in pairs]
+
+
 def _rounded(trace: Trace, task: TaskConfig, version: int, updates: Matrix) -> Matrix:
     """What the server reads of the updates that devices clip and upload in fewer bits."""
-    clients = trace.clients.take(trace.members(version))
     rounded = np.empty_like(updates)
-    pairs = zip(clients.device.tolist(), clients.participation.tolist(), strict=True)
-    for row, (device, visit) in enumerate(pairs):
+    for row, seed in enumerate(_rounding_seeds(trace, version)):
         update = updates[row] if task.clip is None else clipped(updates[row], task.clip)
-        seed = splitmix64(splitmix64(trace.seed ^ _ROUNDING, device), visit)
         encoded = encode_update(update, task.upload_bits, seed, task.clip)
         rounded[row] = decode_update([encoded], update.size, task.upload_bits)
     return rounded

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import csv
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -237,7 +237,7 @@ def history_table(result: RunResult) -> TextTable:
 def run_of(
     prepared: Prepared,
     regime: Regime | None,
-    setting: dict[str, float],
+    setting: Mapping[str, float],
     *,
     seed: int,
     updates: int,

@@ -1,4 +1,4 @@
-"""Many learning runs that differ in K, concurrency, rates or first moment: in parallel, resumable.
+"""Many learning runs that differ in K, rates, rules or client training: in parallel, resumable.
 
     plan = Plan(workload=WorkloadSpec("embedding"), vary={"K": (10, 100)}, seeds=(1, 2, 3))
     outcomes = sweep(plan, Path("runs/sweep"))
@@ -7,7 +7,8 @@
 A plan is every combination of the varied values, in every regime and with every seed. K and
 max_staleness belong to AsyncFL, over_selection to SyncFL: in the other regime they vary nothing,
 and no run is made twice; a plan with only the other regime is refused. What is not varied is as the
-task's file says.
+task's file says. Settings of the server optimizer, the aggregation rule, the staleness function,
+the weights and the client's training are varied by their names in the task: `staleness.kind`.
 
 Runs that differ only in what happens to updates share one trace of the protocol. Finished runs are
 kept in the folder (lab.py): a second call reads them and runs the rest. A run is a function of its
@@ -21,19 +22,30 @@ An optimum on the edge of the varied values may not be the optimum: `edges` name
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import UNSET, Struct, structs
 
-from papaya.config import AsyncFL, SyncFL, TaskConfig
+from papaya.config import (
+    Aggregation,
+    AsyncFL,
+    OptimizerConfig,
+    Staleness,
+    SyncFL,
+    TaskConfig,
+    Weighting,
+)
 from papaya.config.checks import require
+from papaya.errors import ConfigError
+from papaya.learning.definition import ADAM_DEFAULTS, ClientSGD
+from papaya.learning.entry_points import load_used
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.sim.jobs import mapping
 from papaya.sim.population import DEFAULT, PopulationConfig
@@ -56,11 +68,43 @@ VARIABLES: Final = (
     "beta1",
     "upload_bits",
 )
+_GROUPS: Final[dict[str, type[Struct]]] = {
+    "optimizer": OptimizerConfig,
+    "aggregation": Aggregation,
+    "staleness": Staleness,
+    "weighting": Weighting,
+    "client": ClientSGD,
+}
+# These have names of their own, are not one value, or change what is recorded.
+_NOT_FIELDS: Final = (
+    *("client.rate", "client.max_examples", "client.schedule", "optimizer.rate"),
+    *("optimizer.beta1", "optimizer.averaged"),
+    *(f"{group}.parameters" for group in _GROUPS),
+)
+FIELDS: Final = tuple(
+    name
+    for group, kind in _GROUPS.items()
+    for field in kind.__struct_fields__
+    if (name := f"{group}.{field}") not in _NOT_FIELDS
+)
+"""Settings that have the same names in a task."""
+SweptValue: TypeAlias = float | str
 _WHOLE: Final = ("concurrency", "K", "max_staleness", "upload_bits")
 OF_ONE_REGIME: Final[dict[str, Regime]] = {
     "K": "async",
     "max_staleness": "async",
     "over_selection": "sync",
+}
+_OWN_NAMES: Final = {
+    "client_rate": "client.rate",
+    "server_rate": "optimizer.rate",
+    "beta1": "optimizer.beta1",
+}
+_UNSET: Final[dict[str, SweptValue]] = {
+    "client.optimizer": "sgd",
+    "client.nesterov": "False",
+    "client.proximal": 0.0,
+    "client.precision": "float32",
 }
 _MAX_RUNS: Final = 100_000
 
@@ -71,7 +115,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     """
 
     workload: WorkloadSpec
-    vary: dict[str, tuple[float, ...]] = {}
+    vary: Mapping[str, tuple[SweptValue, ...]] = {}
     regimes: tuple[Regime, ...] = ()
     seeds: tuple[int, ...] = (1,)
     updates: int = 5000
@@ -82,14 +126,13 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, values in self.vary.items():
-            known = ", ".join(VARIABLES)
+            known = ", ".join((*VARIABLES, *FIELDS))
             remedy = _alike(name, values) or f"vary {known}"
-            require(name in VARIABLES, "vary", name, f"is not one of {known}", remedy)
+            is_known = name in VARIABLES or name in FIELDS
+            require(is_known, "vary", name, f"is not one of {known}", remedy)
             require(bool(values), "vary", name, "has no values", f"write {name}=1,2")
             for value in values:
-                require(math.isfinite(value), name, value, "must be finite", f"leave {value} out")
-                is_whole = name not in _WHOLE or value == int(value)
-                require(is_whole, name, value, "must be a whole number", f"round {name}")
+                _check_value(name, value)
         require_target(self.target)
         require(bool(self.seeds), "seeds", self.seeds, "must not be empty", "use (1,)")
         for field in ("updates", "evaluations"):
@@ -120,18 +163,33 @@ def runs_of(plan: Plan, prepared: Prepared) -> list[Run]:
     return list({run.digest: run for run in runs}.values())
 
 
-def _alike(name: str, values: tuple[float, ...]) -> str:
+def _check_value(name: str, value: SweptValue) -> None:
+    if isinstance(value, str):
+        require(name in FIELDS, name, value, "must be a number", f"write {name}=1,2")
+        return
+    require(math.isfinite(value), name, value, "must be finite", f"leave {value} out")
+    is_whole = name not in _WHOLE or value == int(value)
+    require(is_whole, name, value, "must be a whole number", f"round {name}")
+
+
+def _alike(name: str, values: tuple[SweptValue, ...]) -> str:
     """The variable that may have been meant."""
-    by_name = {known.lower(): known for known in VARIABLES}
-    for found in get_close_matches(name.lower().replace("-", "_"), by_name, n=1):
-        return f"did you mean {by_name[found]}={','.join(f'{value:g}' for value in values)}?"
-    return ""
+    by_name = {known.lower(): known for known in (*VARIABLES, *FIELDS)}
+    meant = [known for known in FIELDS if known.endswith(f".{name}") or known == f"{name}.kind"]
+    wanted = name.lower().replace("-", "_")
+    meant += [by_name[found] for found in get_close_matches(wanted, by_name, n=1)]
+    return f"did you mean {meant[0]}={','.join(map(_text, values))}?" if meant else ""
 
 
-def setting_of(run: Run) -> dict[str, float | str]:
-    """All that a sweep may vary, as it is in this run."""
+def _text(value: SweptValue) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def setting_of(run: Run, fields: Sequence[str] = ()) -> dict[str, SweptValue]:
+    """All of `VARIABLES` and these `FIELDS`, as they are in this run."""
     task, rates = run.recording_plan.task, run.rates
-    return {
+    named = {name: _field(rates, name) for name in fields}
+    return named | {
         "regime": regime_of(task),
         "concurrency": task.concurrency,
         "K": task.aggregation_goal,
@@ -148,7 +206,17 @@ def regime_of(task: TaskConfig) -> Regime:
     return "sync" if isinstance(task.regime, SyncFL) else "async"
 
 
-def with_setting(task: TaskConfig, regime: Regime | None, setting: dict[str, float]) -> TaskConfig:
+def _field(rates: Rates, name: str) -> SweptValue:
+    group, _, field = name.partition(".")
+    value = getattr(getattr(rates, group), field)
+    if value is UNSET:
+        return _UNSET.get(name, "–")
+    return value if isinstance(value, float | int) and not isinstance(value, bool) else str(value)
+
+
+def with_setting(
+    task: TaskConfig, regime: Regime | None, setting: Mapping[str, SweptValue]
+) -> TaskConfig:
     """The task with what is set. A goal that its file gives holds for the regime and concurrency
     that the file gives too: with others K is the default of those, unless it is set.
     """
@@ -156,7 +224,7 @@ def with_setting(task: TaskConfig, regime: Regime | None, setting: dict[str, flo
     old = task.regime
     if (regime or regime_of(task)) == "sync":
         share = old.over_selection if isinstance(old, SyncFL) else SyncFL().over_selection
-        new: AsyncFL | SyncFL = SyncFL(setting.get("over_selection", share))
+        new: AsyncFL | SyncFL = SyncFL(float(setting.get("over_selection", share)))
     else:
         kept = old if isinstance(old, AsyncFL) and concurrency == task.concurrency else AsyncFL()
         goal = setting.get("K", kept.aggregation_goal)
@@ -165,24 +233,37 @@ def with_setting(task: TaskConfig, regime: Regime | None, setting: dict[str, flo
     return structs.replace(task, regime=new, concurrency=concurrency)
 
 
-def with_rates(rates: Rates, setting: dict[str, float]) -> Rates:
-    client, optimizer = rates.client, rates.optimizer
-    if "client_rate" in setting:
-        client = structs.replace(client, rate=setting["client_rate"])
-    if "server_rate" in setting:
-        optimizer = structs.replace(optimizer, rate=setting["server_rate"])
-    if "beta1" in setting:
-        optimizer = structs.replace(optimizer, beta1=setting["beta1"])
+def with_rates(rates: Rates, setting: Mapping[str, SweptValue]) -> Rates:
     bits = int(setting.get("upload_bits", rates.upload_bits))
     require(bits in (8, 16, 32), "upload_bits", bits, "is not 8, 16 or 32", "leave it out")
-    changed = structs.replace(rates, client=client, optimizer=optimizer)
-    return msgspec.convert(msgspec.to_builtins(changed) | {"upload_bits": bits}, Rates)
+    document: dict[str, Any] = msgspec.to_builtins(rates) | {"upload_bits": bits}
+    if "client.optimizer" in setting:
+        for field in ADAM_DEFAULTS:
+            document["client"].pop(field, None)  # of the optimizer in the task's file
+    for name, path in (*_OWN_NAMES.items(), *((name, name) for name in FIELDS)):
+        if name in setting:
+            group, _, field = path.partition(".")
+            document[group][field] = _plain(setting[name])
+    if document["weighting"]["kind"] != "capped":
+        document["weighting"].pop("cap", None)  # varied together with the kind
+    try:
+        return msgspec.convert(document, Rates, strict=False)
+    except msgspec.ValidationError as error:
+        given = ", ".join(f"{name}={_text(setting[name])}" for name in FIELDS if name in setting)
+        raise ConfigError(f"--vary {given}: {error}", hint="docs/configuration.md") from error
+
+
+def _plain(value: SweptValue) -> SweptValue:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _run(
-    plan: Plan, prepared: Prepared, regime: Regime, setting: dict[str, float], seed: int
+    plan: Plan, prepared: Prepared, regime: Regime, setting: dict[str, SweptValue], seed: int
 ) -> Run:
     task = with_setting(prepared.task, regime, setting)
+    rates = with_rates(prepared.rates, setting)
+    # Before anything is recorded: some settings do not go together.
+    load_used(rates.task(task))
     recording_plan = RecordingPlan(
         cluster=recordable(task, prepared.population),
         seed=seed,
@@ -193,7 +274,7 @@ def _run(
         recording_plan=recording_plan,
         workload=prepared.task.task,
         data=prepared.digest,
-        rates=with_rates(prepared.rates, setting),
+        rates=rates,
         updates=plan.updates,
         target=plan.target,
         evaluations=plan.evaluations,
@@ -260,11 +341,13 @@ _RATES = ("client_rate", "server_rate")
 class ResultRow(Struct, frozen=True, kw_only=True):
     """Means over the seeds of one setting; `*_spread` are standard deviations.
 
-    `target_hours` and `target_trips` are None unless every seed reached the target.
+    `target_hours` and `target_trips` are None unless every seed reached the target. `rounding`: by
+    how much uploads in fewer bits change the mean of the first buffer, as a share of its norm; None
+    if it is unknown.
     """
 
     label: str
-    setting: dict[str, float | str]
+    setting: dict[str, SweptValue]
     outcomes: tuple[RunResult, ...]
     diverged: int
     loss: float
@@ -278,13 +361,15 @@ class ResultRow(Struct, frozen=True, kw_only=True):
     target_trips: float | None
     utilization: float | None
     ks: float | None
+    rounding: float | None = None
 
 
 def rows_of(outcomes: Sequence[RunResult], varied: Sequence[str]) -> list[ResultRow]:
-    """One for each setting, the best first."""
-    groups: dict[tuple[tuple[str, float | str], ...], list[RunResult]] = {}
+    """One for each setting, the best first. `varied`: those of `FIELDS` are part of a setting."""
+    fields = [name for name in varied if name in FIELDS]
+    groups: dict[tuple[tuple[str, SweptValue], ...], list[RunResult]] = {}
     for outcome in outcomes:
-        groups.setdefault(tuple(setting_of(outcome.run).items()), []).append(outcome)
+        groups.setdefault(tuple(setting_of(outcome.run, fields).items()), []).append(outcome)
     rows = [_row(dict(setting), found, varied) for setting, found in groups.items()]
     is_timed = any(outcome.run.target is not None for outcome in outcomes)
 
@@ -316,12 +401,13 @@ def edges(rows: Sequence[ResultRow]) -> list[str]:
 
 
 def _row(
-    setting: dict[str, float | str], found: list[RunResult], varied: Sequence[str]
+    setting: dict[str, SweptValue], found: list[RunResult], varied: Sequence[str]
 ) -> ResultRow:
     losses = [outcome.end.all for outcome in found]
     hours = [o.target_hours for o in found if o.target_hours is not None]
     trips = [o.target_trips for o in found if o.target_trips is not None]
     used = [o.fleet.utilization for o in found if o.fleet.utilization is not None]
+    rounding = [error for o in found if (error := _rounding(o)) is not None]
     bias = [o.fairness.execution_s.ks for o in found if o.fairness is not None]
     have_all = len(hours) == len(found)
     return ResultRow(
@@ -340,10 +426,19 @@ def _row(
         target_trips=fmean(trips) if have_all else None,
         utilization=fmean(used) if used else None,
         ks=fmean(bias) if bias else None,
+        rounding=fmean(rounding) if rounding else None,
     )
 
 
-def _words(name: str, value: float | str) -> str:
+def _rounding(outcome: RunResult) -> float | None:
+    rates, curve = outcome.run.rates, outcome.curve
+    if rates.upload_bits == 32:
+        return 0.0
+    found = curve.masked if rates.masked else curve.rounding.get(rates.upload_bits)
+    return None if found is None else found.mean
+
+
+def _words(name: str, value: SweptValue) -> str:
     if name == "regime":
         return str(value)
     return f"{name} {value:g}" if isinstance(value, int | float) else f"{name} {value}"

@@ -302,12 +302,18 @@ def _why_none(learnt: RunResult) -> str:
 
 
 def _rounding(learnt: RunResult) -> str:
-    """What `upload_bits` of a task in the clear would do to an update, and to the mean of many."""
-    found = learnt.curve.rounding.items()
-    texts = (
+    """What `upload_bits` would do to an update, and to the mean of many: in the clear, and under
+    secure aggregation.
+    """
+    texts = [
         f"{bits} bits change an update by {e.update:.2g} of its norm, their mean by {e.mean:.2g}"
-        for bits, e in found
-    )
+        for bits, e in learnt.curve.rounding.items()
+    ]
+    if (found := learnt.curve.masked) is not None:
+        texts.append(
+            f"masked, 16 bits by {found.update:.2g} and {found.mean:.2g} ({found.levels} levels "
+            f"for clip {found.clip:g})"
+        )
     return "; ".join(texts) or "–"
 
 

@@ -237,6 +237,7 @@ def with_source(
             weighting=task.weighting,
             aggregation=task.aggregation,
             upload_bits=task.upload_bits,
+            masked=task.is_secure,
         ),
         population=_transferring(
             population_of(source, most, population, spec.seconds_per_example), task

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from papaya.config import OptimizerConfig, Privacy
+from papaya.config import OptimizerConfig, Privacy, Weighting
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Vector
 from papaya.learning.weighting import clipped
@@ -130,6 +130,27 @@ def test_uploads_in_fewer_bits_are_rounded_and_within_the_clip(clip: float | Non
     moved = np.linalg.norm(models[32] - start)
     off = {bits: np.linalg.norm(models[bits] - models[32]) / moved for bits in (16, 8)}
     assert 0 < off[16] < off[8] < 0.1
+
+
+def test_masked_words_of_16_bits_learn_nearly_the_same() -> None:
+    trace = a_trace(4, 10)
+    start = EmbeddingWorkload(POPULATION, LANGUAGE, seed=3).initial(trace.seed)
+    rates = Rates(
+        ClientSGD(rate=0.5),
+        OptimizerConfig(kind="fedavg"),
+        clip=0.5,
+        weighting=Weighting("equal"),
+        masked=True,
+    )
+    models = {}
+    for bits in (32, 16):
+        workload = Kept(EmbeddingWorkload(POPULATION, LANGUAGE, seed=3))
+        curve = learn(trace, workload, structs.replace(rates, upload_bits=bits))
+        assert curve.diverged is None
+        assert curve.masked is not None
+        models[bits] = workload.judged[-1]
+    moved = np.linalg.norm(models[32] - start)
+    assert 0 < np.linalg.norm(models[16] - models[32]) / moved < 0.1
 
 
 def test_norms_are_of_the_first_updates_before_any_clip() -> None:

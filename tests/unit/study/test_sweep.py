@@ -113,6 +113,56 @@ def test_another_configuration_has_another_name(change: dict[str, object]) -> No
     assert len(digests) == 2
 
 
+def test_rules_functions_weights_and_client_optimizers_are_varied_by_name(
+    prepared: Prepared,
+) -> None:
+    vary: dict[str, tuple[float | str, ...]] = {
+        "staleness.kind": ("polynomial", "constant"),
+        "staleness.exponent": (0.5, 1.0),
+        "weighting.kind": ("equal", "capped"),
+        "weighting.cap": (20.0,),
+        "aggregation.kind": ("mean", "norm_bound"),
+        "optimizer.kind": ("fedavg", "fedadam"),
+        "client.optimizer": ("sgd", "adam"),
+    }
+    runs = runs_of(structs.replace(SMALL, vary=vary), prepared)
+    assert len(runs) == 64
+    assert len({run.recording_plan.digest for run in runs}) == 1, "one trace for all"
+    rates = [run.rates for run in runs]
+    assert {r.staleness.kind for r in rates} == {"polynomial", "constant"}
+    assert {(r.weighting.kind, r.weighting.cap) for r in rates} == {("equal", None), ("capped", 20)}
+    assert {r.aggregation.kind for r in rates} == {"mean", "norm_bound"}
+    assert {r.optimizer.kind for r in rates} == {"fedavg", "fedadam"}
+    names = {setting_of(run, ["client.optimizer"])["client.optimizer"] for run in runs}
+    assert names == {"sgd", "adam"}
+
+
+def test_a_name_without_its_group_is_explained() -> None:
+    for name, meant in (("exponent", "staleness.exponent"), ("aggregation", "aggregation.kind")):
+        with pytest.raises(ConfigError) as caught:
+            Plan(workload=EMBEDDING, vary={name: (1.0, "mean")})
+        assert f"did you mean {meant}=1,mean?" in caught.value.hint
+
+
+def test_functions_and_formats_are_compared(prepared: Prepared, tmp_path: Path) -> None:
+    vary: dict[str, tuple[float | str, ...]] = {
+        "concurrency": (20,),
+        "K": (5,),
+        "staleness.kind": ("polynomial", "constant"),
+        "upload_bits": (32, 8),
+    }
+    plan = structs.replace(SMALL, vary=vary, updates=30, evaluations=1)
+    rows = rows_of(sweep(plan, tmp_path, jobs=1, prepared=prepared), list(vary))
+    assert len({row.loss for row in rows}) == 4
+    found = {row.setting["upload_bits"]: row.rounding for row in rows}
+    assert found[32] == 0.0
+    assert 1e-3 < (found[8] or 0) < 1
+    curve = rows[0].outcomes[0].curve
+    assert curve.masked is not None
+    assert curve.masked.levels == 32767 // 5 - 1
+    assert curve.rounding[16].mean < curve.masked.mean < curve.masked.update
+
+
 def test_other_data_has_another_name(prepared: Prepared) -> None:
     [run] = runs_of(structs.replace(SMALL, vary={}), prepared)
     assert structs.replace(run, data="other").digest != run.digest
@@ -126,6 +176,8 @@ def test_other_data_has_another_name(prepared: Prepared) -> None:
         ({"K": (1.5,)}, "K = 1.5: must be a whole number"),
         ({"K": (float("nan"),)}, "K = nan: must be finite"),
         ({"server_rate": (float("inf"),)}, "server_rate = inf: must be finite"),
+        ({"K": ("many",)}, "K = 'many': must be a number"),
+        ({"client.rate": (0.1,)}, "vary = 'client.rate': is not one of"),
     ],
 )
 def test_an_impossible_plan_is_refused(vary: dict[str, tuple[float, ...]], problem: str) -> None:
@@ -143,10 +195,15 @@ def test_an_impossible_plan_is_refused(vary: dict[str, tuple[float, ...]], probl
         {"beta1": (1.0,)},
         {"concurrency": (0.0,)},
         {"upload_bits": (12.0,)},
+        {"staleness.exponent": ("large",)},
+        {"weighting.kind": ("some",)},
+        {"weighting.kind": ("capped",)},
+        {"aggregation.kind": ("median",)},  # with weights by examples
+        {"client.optimizer": ("adamax",)},
     ],
 )
 def test_an_impossible_value_is_refused_before_anything_runs(
-    vary: dict[str, tuple[float, ...]], prepared: Prepared, tmp_path: Path
+    vary: dict[str, tuple[float | str, ...]], prepared: Prepared, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError):
         sweep(structs.replace(SMALL, vary=vary), tmp_path, jobs=1, prepared=prepared)
@@ -222,7 +279,7 @@ def test_progress_is_a_share_of_the_work_and_grows_while_runs_go_on(
 def test_a_run_is_the_same_in_other_processes(
     outcomes: list[RunResult], tmp_path: Path, prepared: Prepared
 ) -> None:
-    plan = structs.replace(SMALL, vary=SMALL.vary | {"K": (5,)})
+    plan = structs.replace(SMALL, vary={**SMALL.vary, "K": (5,)})
     elsewhere = sweep(plan, tmp_path, jobs=2, prepared=prepared)
     assert msgspec.json.encode(elsewhere) == msgspec.json.encode(outcomes[:2])
 
