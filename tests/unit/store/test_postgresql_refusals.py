@@ -300,9 +300,9 @@ def test_a_pooler_is_recognized_by_the_key_that_it_invents(
 @pytest.mark.skipif(shutil.which("pgbouncer") is None, reason="pgbouncer is not installed")
 @pytest.mark.parametrize("mode", ["transaction", "session"])
 def test_pgbouncer(mode: str) -> None:
-    server, port = postgres(), free_port()
+    server = postgres()
     is_root = os.geteuid() == 0  # which pgbouncer refuses
-    with server.database() as name, TemporaryDirectory() as folder:
+    with server.database() as name, TemporaryDirectory() as folder, reserved_port() as port:
         settings = Path(folder) / "pgbouncer.ini"
         settings.write_text(
             f"[databases]\n{name} = host={server.folder} user=postgres\n[pgbouncer]\n"
@@ -324,10 +324,13 @@ def test_pgbouncer(mode: str) -> None:
         assert server.execute(question, name) == []
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Nobody listens there, except a process that is told of it and uses SO_REUSEADDR."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield int(reserved.getsockname()[1])
 
 
 def until_open(port: int) -> None:
@@ -356,7 +359,8 @@ def test_a_connection_that_moves_to_another_backend_is_given_up(
 
 def test_a_name_that_resolves_to_nothing_and_a_port_where_nobody_listens() -> None:
     refused("postgresql://u@nothing.invalid/d?sslmode=disable", "resolve|translate", "")
-    refused(f"postgresql://u@127.0.0.1:{free_port()}/d", "refused", "psql URL")
+    with reserved_port() as port:
+        refused(f"postgresql://u@127.0.0.1:{port}/d", "refused", "psql URL")
 
 
 # -- the database ---------------------------------------------------------------------------------
