@@ -123,11 +123,7 @@ def _target(place: str, cluster: str) -> Iterator[AnyState]:
     if _is_url(place):
         with closing(open_postgresql(place, _NAME, cluster=cluster, may_create=True)) as database:
             _require_alone(database)
-            if database.raw_rows():
-                raise OperatorError(
-                    "the database already holds state",
-                    hint="use an empty database: createdb --owner USER DATABASE",
-                )
+            database.require_empty()
             yield database
         return
     folder = Path(place)

@@ -118,9 +118,13 @@ def back_up(
             hint="give the configuration of a server, on its machine: the tokens and keys are in "
             "its data folder",
         )
-    if target.exists():
-        raise OperatorError(f"{target} exists already", hint="choose a new folder for each backup")
-    make_folder(target)
+    with _new_folder(target):
+        return _copy(data, target, database, bucket)
+
+
+def _copy(
+    data: Path, target: Path, database: PostgresState | None, bucket: S3Blobs | None
+) -> BackedUp:
     source = FolderBlobs(data / _BLOBS) if bucket is None else bucket
     copies = FolderBlobs(target / _BLOBS)
     missing: frozenset[BlobKey] = frozenset()
@@ -149,6 +153,23 @@ def back_up(
     sync_folder(target)
     tasks = sum(isinstance(row, TaskRow) for row in rows.values())
     return BackedUp(tasks, len(named) - len(missing), tuple(sorted(missing)))
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[None]:
+    """Make a folder; if the block fails, remove it, so that the same command can be repeated."""
+    if target.exists():
+        is_backup = (target / _COMPLETE).exists()
+        raise OperatorError(
+            f"{target} exists already{'' if is_backup else ', and is not a complete backup'}",
+            hint="choose a new folder for each backup",
+        )
+    make_folder(target)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
 
 
 def read_rows(path: Path) -> RowTable:
@@ -299,11 +320,9 @@ def restore(
 
 
 def _require_empty(database: PostgresState | None, bucket: S3Blobs | None) -> None:
-    if database is not None and database.raw_rows():
-        raise OperatorError(
-            "the database already holds state",
-            hint="create another one and name it in state: createdb --owner USER DATABASE",
-        )
+    """To refuse before blobs are copied. `fill` checks the database once more."""
+    if database is not None:
+        database.require_empty()
     if bucket is not None and bucket.has_blobs():
         raise OperatorError(
             f"{bucket.where} already holds blobs",

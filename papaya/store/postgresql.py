@@ -62,6 +62,7 @@ _LOCK_ALL = "SELECT pg_backend_pid() FROM pg_advisory_xact_lock(%b)"
 _LOCK_KEYS = "SELECT count(pg_advisory_xact_lock(hash)) FROM unnest(%b::bigint[]) AS hash"
 _FIND = f"SELECT key, row FROM {TABLE} WHERE key = ANY (%b)"
 _RANGE = f"SELECT key, row FROM {TABLE} WHERE key >= %b AND key < %b"
+_ANY = f"SELECT key FROM {TABLE} WHERE key < %b LIMIT 1"
 _DELETE = f"DELETE FROM {TABLE} WHERE key = ANY (%b)"
 _PUT = f"""
 INSERT INTO {TABLE} SELECT * FROM unnest(%b::bytea[], %b::bytea[])
@@ -134,10 +135,20 @@ class PostgresState:
         with self._lock:
             return self._read(("",))
 
+    def require_empty(self) -> None:
+        """Raises OperatorError."""
+        if self.raw_rows():
+            raise _holds_state()
+
     def fill(self, rows: RawRows) -> None:
-        """Put rows as they were stored elsewhere, in one transaction. Raises OperatorError."""
+        """Put rows as they were stored elsewhere, in the transaction that finds no row before.
+
+        Raises OperatorError.
+        """
         with self._lock, self._use() as session:
             self._lock_and_find(session, [], [], everything=True)
+            if _execute(session.connection, _ANY, (AFTER_UTF8,)).fetchone() is not None:
+                raise _holds_state()
             self._write(session, dict(rows))
 
     def others(self) -> int:
@@ -291,6 +302,13 @@ class PostgresState:
         if self._session is not None:
             self._session.close()
             self._session = None
+
+
+def _holds_state() -> OperatorError:
+    return OperatorError(
+        "the database already holds state",
+        hint="create an empty one and name it instead: createdb --owner USER DATABASE",
+    )
 
 
 class _RolledBack(Exception):

@@ -59,6 +59,7 @@ _CREATE = (
 )
 _FIND = "SELECT row FROM rows WHERE key = ?"
 _RANGE = "SELECT key, row FROM rows WHERE key >= ? AND key < ?"
+_ANY = "SELECT key FROM rows WHERE key < ? LIMIT 1"
 _DELETE = "DELETE FROM rows WHERE key = ?"
 _PUT = "INSERT INTO rows VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET row = excluded.row"
 
@@ -142,10 +143,18 @@ class SqliteState:
                 raise self._failed("read", error) from error
 
     def fill(self, rows: RawRows) -> None:
-        """Put rows as they were stored elsewhere, in one transaction. Raises OperatorError."""
+        """Put rows as they were stored elsewhere, in the transaction that finds no row before.
+
+        Raises OperatorError.
+        """
         with self._lock:
             try:
                 with self._transaction("BEGIN IMMEDIATE"):
+                    if self._connection.execute(_ANY, (AFTER_UTF8,)).fetchone() is not None:
+                        raise OperatorError(
+                            f"{self.path} already holds state",
+                            hint=f"move {self.path} away, or give another folder",
+                        )
                     self._connection.executemany(_PUT, rows.items())
             except sqlite3.Error as error:
                 raise self._failed("written", error) from error

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from papaya.config import TaskConfig
+from papaya.errors import OperatorError
+from papaya.messages import wire
 from papaya.messages.storage import (
     AccountRow,
     EpochRow,
@@ -223,6 +225,17 @@ def test_every_row_comes_back_as_it_was_put_and_can_be_required(
         assert store.read(("a",)) == {"a": row}
         required = Transaction(require=(("a", row),), put=(("b", row),))
         assert store.transact(required) == "committed"
+
+
+@pytest.mark.parametrize("new_store", [sqlite, postgresql])
+def test_a_store_that_holds_rows_is_not_filled(new_store: NewStore) -> None:
+    """A server may have started since somebody looked."""
+    with new_store() as store:
+        assert isinstance(store, SqliteState | PostgresState)
+        store.fill({b"a": wire.encode_row(EpochRow(1))})
+        with pytest.raises(OperatorError, match="already holds state"):
+            store.fill({b"b": wire.encode_row(EpochRow(2))})
+        assert store.read(("",)) == {"a": EpochRow(1)}
 
 
 def test_submissions_that_were_allowed_by_the_same_rows_cannot_all_commit(store: Store) -> None:

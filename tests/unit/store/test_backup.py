@@ -170,9 +170,17 @@ def test_a_damaged_blob_is_not_backed_up(data: Data, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(OperatorError, match="damaged"):
         back_up(data.folder, tmp_path / "backup")
+    assert not (tmp_path / "backup").exists(), "the same command can be repeated"
+
+
+def test_a_backup_that_was_killed_is_not_restored(data: Data, tmp_path: Path) -> None:
+    back_up(data.folder, tmp_path / "backup")
+    (tmp_path / "backup" / "complete").unlink()  # it is written last
     data.state.close()
     with pytest.raises(OperatorError, match="not a complete backup"):
         planned(data, tmp_path / "backup")
+    with pytest.raises(OperatorError, match="exists already, and is not a complete backup"):
+        back_up(data.folder, tmp_path / "backup")
 
 
 def test_a_backup_needs_a_data_folder_and_a_new_place(data: Data, tmp_path: Path) -> None:
@@ -202,8 +210,7 @@ def test_a_backup_without_any_blob_is_refused(data: Data, tmp_path: Path) -> Non
     with pytest.raises(OperatorError, match="none of the 2 blobs was found") as refused:
         back_up(data.folder, tmp_path / "backup")
     assert "--config" in refused.value.hint
-    with pytest.raises(OperatorError, match="not a complete backup"):
-        planned(data, tmp_path / "backup")
+    assert not (tmp_path / "backup").exists()
 
 
 def test_a_database_is_backed_up_with_the_folder_of_its_cluster(data: Data, tmp_path: Path) -> None:
