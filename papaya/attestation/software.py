@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 
 MEASUREMENT_BYTES = 32
 REPORT_DATA_BYTES = 64
+_MEASUREMENT_AT = 48 + 64  # behind the header, and the first fields of the report
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _SIGNING = ec.ECDSA(hashes.SHA256(), deterministic_signing=True)
@@ -92,6 +93,11 @@ def make_quote(measurement: bytes, report_data: bytes, *, debug: bool = False) -
         ]
     )
     return signed + len(signature).to_bytes(4, "little") + signature
+
+
+def measurement_of(quote: bytes) -> bytes:
+    """The measurement in a quote of `make_quote`, which is not verified."""
+    return quote[_MEASUREMENT_AT : _MEASUREMENT_AT + MEASUREMENT_BYTES]
 
 
 def make_collateral(now: float, *, tcb_status: str = "UpToDate", revoked: bool = False) -> bytes:

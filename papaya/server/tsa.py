@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from papaya.aggregator.masked_sum import LOST, TsaError
 from papaya.aggregator.tsa import TsaAdapter, TsaEvidence
 from papaya.aggregator.work import FAILED
-from papaya.attestation.software import SoftwarePlatform
+from papaya.attestation.software import SoftwarePlatform, measurement_of
 from papaya.config import Deployment
 from papaya.errors import OperatorError
 from papaya.messages.events import TsaBack, TsaUnreachable
@@ -317,7 +317,8 @@ class TsaConnection:
     def _prove(self, parameters_hash: bytes) -> TsaEvidence:
         quote = self._call(lambda client: client.evidence(parameters_hash))
         if self._deployment.tsa_platform == "software":
-            leaf = own_record(self._data, measure())
+            # The TSA may be of another version than this server.
+            leaf = own_record(self._data, measurement_of(quote))
             return TsaEvidence("software", quote, self._software_collateral(), leaf)
         collateral = self._read_collateral()
         return TsaEvidence(

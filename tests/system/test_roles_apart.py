@@ -53,7 +53,7 @@ class Apart:
         installation: Installation,
         selectors: int,
         aggregators: int,
-        tls: Mapping[str, str] | None = None,
+        shared: Mapping[str, Toml] | None = None,
         coordinators: int = 1,
         server: Mapping[str, Toml] | None = None,
         direct: str = "",
@@ -62,7 +62,7 @@ class Apart:
         self.installation = installation
         self._server = server or _SERVER
         candidates = [installation.reserve() for _ in range(coordinators)]
-        self._shared: dict[str, Toml] = {"coordinators": candidates, **(tls or {})}
+        self._shared: dict[str, Toml] = {"coordinators": candidates, **(shared or {})}
         self.coordinators = [
             self._add("coordinator", i, servers=where) for i, where in enumerate(candidates)
         ]
@@ -251,7 +251,7 @@ def test_all_listeners_with_tls(tmp_path: Path) -> None:
         "tls_authority": str(made.authority),
     }
     with Installation(tmp_path) as installation:
-        apart = Apart(installation, selectors=1, aggregators=1, tls=files)
+        apart = Apart(installation, selectors=1, aggregators=1, shared=files)
         apart.start()
         tls = ssl.create_default_context(cafile=str(made.authority))
         apart.admin(tls).submit(CONFIG)

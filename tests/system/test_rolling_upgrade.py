@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 import papaya
+from papaya.config import TaskConfig
+from tests.postgresql import postgres
 from tests.system.fleet import Book, fleet, some_across_failures
 from tests.system.last_release import LastRelease
 from tests.system.oracle import Books
 from tests.system.processes import Installation, ServerProcess
+from tests.system.test_postgresql import migrate
 from tests.system.test_roles_apart import CONFIG, Apart
+from tests.system.test_secure import CONFIG as MASKED
+from tests.system.test_secure import SecureBooks, terms_of, trust, trusted_process
 
 _STEP_S = 60.0
 _GOAL = CONFIG.aggregation_goal
@@ -27,21 +35,100 @@ def test_each_role_is_replaced_by_the_last_release_and_back(tmp_path: Path) -> N
     assert last.version != papaya.__version__
     with Installation(tmp_path) as installation:
         apart = Apart(installation, selectors=2, aggregators=2)
-        apart.start()
-        apart.admin().submit(CONFIG)
-        book = asyncio.run(_replace_all(apart, last))
-        assert set(apart.stop().values()) == {0}
-        books = Books(installation.data, CONFIG.task)
-        books.check(book.acknowledged)
-        assert books.newest >= 2 * len(installation.servers)
+        book = _over_an_upgrade(apart, last, CONFIG)
+        _check(Books(installation.data, CONFIG.task), book, apart)
 
 
-async def _replace_all(apart: Apart, last: LastRelease) -> Book:
-    folder, token = apart.installation.folder / "devices", apart.installation.secret("device.token")
-    async with fleet(folder, apart.urls(), token, _DEVICES, some_across_failures) as flying:
+@pytest.mark.soak
+@pytest.mark.parametrize("is_last_first", [False, True])
+def test_state_on_postgresql_is_shared_by_both_versions(
+    tmp_path: Path, is_last_first: bool
+) -> None:
+    """Selectors are replaced first and the coordinator last, or the other way round."""
+    last = LastRelease(tmp_path / "last-release")
+    with postgres().schema() as state, Installation(tmp_path) as installation:
+        apart = Apart(installation, selectors=2, aggregators=2, shared={"state": state})
+        book = _over_an_upgrade(apart, last, CONFIG, reverse=is_last_first)
+        migrate(state, installation.data)
+        _check(Books(installation.data, CONFIG.task), book, apart)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_secure_task_goes_on_with_the_tsa_of_the_last_release(
+    tmp_path: Path, reverse: bool
+) -> None:
+    """The TSA is upgraded last: with evidence of software, aggregators of 0.4.0 name their own
+    binary in the log, so they need a TSA of their version.
+    """
+    last = LastRelease(tmp_path / "last-release")
+    with (
+        trusted_process(tmp_path, last.packages) as tsa,
+        Installation(tmp_path) as installation,
+    ):
+        apart = Apart(installation, selectors=2, aggregators=2, shared={"tsa": tsa})
+        book = _over_an_upgrade(apart, last, MASKED, reverse=reverse)
+        books = SecureBooks(installation.data, MASKED.task)
+        _check(books, book, apart)
+        assert books.dropped == []
+
+
+@pytest.mark.soak
+def test_a_secure_task_goes_on_with_a_tsa_of_the_next_version(tmp_path: Path) -> None:
+    """Coordinators and selectors are of the last release and are replaced; the TSA is newer."""
+    last = LastRelease(tmp_path / "last-release")
+    with trusted_process(tmp_path) as tsa, Installation(tmp_path) as installation:
+        apart = Apart(installation, selectors=2, aggregators=2, shared={"tsa": tsa})
+        book = _over_an_upgrade(apart, last, MASKED, keep=apart.aggregators)
+        books = SecureBooks(installation.data, MASKED.task)
+        _check(books, book, apart)
+        assert books.dropped == []
+
+
+def _over_an_upgrade(
+    apart: Apart,
+    last: LastRelease,
+    config: TaskConfig,
+    *,
+    reverse: bool = False,
+    keep: Sequence[ServerProcess] = (),
+) -> Book:
+    """Replace each process but those of `keep` by the last release, and then back."""
+    apart.start()
+    apart.admin().submit(config)
+    servers = [apart.coordinator, *apart.aggregators, *apart.selectors]
+    servers = [server for server in servers if server not in keep]
+    if reverse:
+        servers.reverse()
+    book = asyncio.run(_replace_all(apart, last, servers, is_secure=config.is_secure))
+    assert set(apart.stop().values()) == {0}
+    return book
+
+
+def _check(books: Books, book: Book, apart: Apart) -> None:
+    books.check(book.acknowledged)
+    assert books.newest >= len(apart.installation.servers)
+
+
+async def _replace_all(
+    apart: Apart, last: LastRelease, servers: Sequence[ServerProcess], *, is_secure: bool
+) -> Book:
+    installation = apart.installation
+    folder, token = installation.folder / "devices", installation.secret("device.token")
+    believed = None
+    if is_secure:
+        believed = await asyncio.to_thread(trust, installation, apart.selectors[-1])
+    async with fleet(
+        folder,
+        apart.urls(),
+        token,
+        _DEVICES,
+        some_across_failures,
+        trust=believed,
+        terms=terms_of if is_secure else lambda task: None,
+    ) as flying:
         book = flying.book
         await _more(book, _GOAL)
-        servers = [apart.coordinator, *apart.aggregators, *apart.selectors]
         for server in servers:
             await _replace(server, book, last.packages, last.version)
         for server in servers:

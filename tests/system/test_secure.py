@@ -332,11 +332,17 @@ def ended_at_last(installation: Installation) -> Iterator[None]:
 
 
 @contextmanager
-def trusted_process(folder: Path) -> Iterator[str]:
-    """`papaya serve tsa` on its own, which outlives every aggregator; its address."""
+def trusted_process(folder: Path, packages: Path | None = None) -> Iterator[str]:
+    """`papaya serve tsa` on its own, which outlives every aggregator; its address.
+
+    `packages`: a folder with another Papaya.
+    """
     command = [*PAPAYA, "serve", "tsa", "--listen", f"unix:{folder / 'tsa.sock'}"]
+    variables = environment()
+    if packages is not None:
+        variables |= {"PYTHONPATH": str(packages), "PYTHONSAFEPATH": "1"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=variables
     ) as process:
         try:
             assert process.stdout is not None
