@@ -103,6 +103,10 @@ class Postgres:
             f"{key}={quote(value, safe='')}" for key, value in query.items()
         )
 
+    def program(self, name: str) -> str:
+        """A client program of the same version."""
+        return str(_programs() / name)
+
     def execute(self, statement: str, database: str = "postgres") -> list[tuple[object, ...]]:
         with psycopg.connect(self.url(database), autocommit=True) as connection:
             cursor = connection.execute(statement)

@@ -1,14 +1,23 @@
-"""Servers that share no folder: state on PostgreSQL, blobs in a bucket, certificates between roles.
+"""Servers that share no folder, set up as docs/run-on-many-machines.md says.
 
-Each process has an address and a data folder of its own. What they have in common is a database, a
-bucket, an authority and the tokens.
+State is on PostgreSQL, blobs are in a bucket, and roles show certificates to each other. Each
+process has an address and a data folder of its own. The configuration and the commands are those of
+the page; only names of hosts, folders and the bucket are replaced by those of the test.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import shlex
 import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 from papaya.cli.doctor import DoctorOptions, examine
 from papaya.credentials.s3_keys import s3_keys
@@ -16,49 +25,124 @@ from papaya.credentials.token_files import read_or_make
 from papaya.store.blob_cache import BlobCache
 from papaya.store.folders import make_folder
 from papaya.store.s3_blobs import S3Blobs
-from tests.postgresql import postgres
+from tests.postgresql import Postgres, postgres
 from tests.s3.server import BUCKET, key_file, s3_server
 from tests.system.fleet import briefly, fleet
 from tests.system.oracle import Books
 from tests.system.processes import Installation, ServerProcess, Toml
+from tests.system.test_operations_page import DOCS
 from tests.system.test_postgresql import migrate
 from tests.system.test_roles_anywhere import CLEAR, Anywhere, start
-from tests.system.test_secure import GOAL, STEP_S, counted, url
+from tests.system.test_secure import GOAL, SERVER, STEP_S, counted, url
 from tests.system.tls import Authority
 
-_BLOBS = f"s3://{BUCKET}/many"
+_PAGE = (DOCS / "run-on-many-machines.md").read_text(encoding="utf-8")
+_PREFIX = f"s3://{BUCKET}/papaya"
+_SECOND_COORDINATOR = "127.0.0.7"
+_COMMAND_S = 60.0
+
+
+def _block(kind: str, heading: str) -> str:
+    """The first block of this kind under a heading of the page."""
+    found = re.search(rf"^## {heading}\n.*?^```{kind}\n(.*?)^```$", _PAGE, re.DOTALL | re.MULTILINE)
+    assert found is not None, heading
+    return found[1]
 
 
 class Machines(Anywhere):
-    """Each server has a data folder with copies of the same tokens, and of nothing else."""
+    """Each server has the configuration of the page, and a data folder with copies of the same
+    tokens, and of nothing else.
+    """
+
+    def __init__(
+        self, installation: Installation, authority: Authority, database: Postgres, endpoint: str
+    ) -> None:
+        self._database, self._endpoint = database, endpoint
+        self._second = installation.reserve(_SECOND_COORDINATOR)
+        super().__init__(installation, authority)
+        self.add("coordinator", _SECOND_COORDINATOR, servers=self._second)
 
     def add(self, role: str, host: str, **own: Toml) -> ServerProcess:
-        data = self.installation.folder / host
+        machine = self.installation.folder / host
+        etc, data = machine / "etc", machine / "data"
+        etc.mkdir(parents=True)
         shutil.copytree(self.installation.data, data)
-        return super().add(role, host, data=str(data), **own)
+        files = self.authority.issue(f"{role}-{host}", [role], [host])
+        copies = {files.certificate: "role.pem", files.key: "role.key"}
+        for file, name in {**copies, files.authority: "authority.pem"}.items():
+            (etc / name).symlink_to(file)
+        shutil.copy(key_file(self.installation.folder), etc / "bucket.keys")
+        password = etc / "password"
+        password.write_text("*:*:papaya:papaya:secret\n", encoding="ascii")
+        password.chmod(0o600)
+        here = str(own.get("servers", "")) or self.installation.reserve(host)
+        coordinators = self._shared["coordinators"]
+        assert isinstance(coordinators, list)
+        [leader] = coordinators
+        text = _block("toml", "Roles")
+        for printed, real in (
+            ("/var/lib/papaya", str(data)),
+            ("/etc/papaya", str(etc)),
+            ("db.example", quote(str(self._database.folder), safe="")),
+            ("s3://my-bucket/papaya", _PREFIX),
+            ("0.0.0.0:8752", here),
+            ("aggregator-1.example:8752", here),
+            ("coordinator-1.example:8752", leader),
+            ("coordinator-2.example:8752", self._second),
+        ):
+            assert printed in text, f"the page does not name {printed}"
+            text = text.replace(printed, real)
+        deployment: dict[str, Toml] = tomllib.loads(text)
+        return self.installation.add(
+            f"{role}-{host}",
+            role,
+            deployment=deployment | {"blobs_endpoint": self._endpoint},
+            server=SERVER,
+        )
+
+
+@contextmanager
+def _database(folder: Path) -> Iterator[Postgres]:
+    """The user and the database that the page creates."""
+    server = postgres()
+    environment = os.environ | {"PGHOST": str(server.folder), "PGUSER": "postgres"}
+    for line in _block("console", "State on PostgreSQL").splitlines():
+        name, *arguments = shlex.split(line)
+        done = subprocess.run(
+            [server.program(name), *arguments],
+            input="secret\nsecret\n",
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_S,
+            start_new_session=True,  # without a terminal, it reads the password from stdin
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}: {done.stderr}"
+    try:
+        yield server
+    finally:
+        server.execute("DROP DATABASE papaya WITH (FORCE)")
+        server.execute("DROP ROLE papaya")
 
 
 def test_machines_that_share_no_folder_train_over_the_loss_of_one(tmp_path: Path) -> None:
-    keys = key_file(tmp_path)
-    with postgres().schema() as state, s3_server() as s3, Installation(tmp_path) as installation:
+    with (
+        _database(tmp_path) as database,
+        s3_server() as s3,
+        Installation(tmp_path) as installation,
+    ):
         make_folder(installation.data)
         for name in ("admin.token", "server.token", "device.token"):
             read_or_make(installation.data, name)
-        machines = Machines(
-            installation,
-            Authority(tmp_path / "tls"),
-            state=state,
-            blobs=_BLOBS,
-            blobs_endpoint=s3.endpoint,
-            blobs_credentials=str(keys),
-        )
+        machines = Machines(installation, Authority(tmp_path / "tls"), database, s3.endpoint)
         start(machines)
         machines.admin.submit(CLEAR)
         acknowledged = asyncio.run(_over_a_renewal_and_a_loss(machines))
         machines.stop()
-        migrate(state, installation.data)
-        cache = BlobCache(tmp_path / "cache")
-        bucket = S3Blobs.open(_BLOBS, cache, endpoint=s3.endpoint, credentials=s3_keys(keys))
+        migrate(database.url("papaya", "papaya"), installation.data)
+        cache, keys = BlobCache(tmp_path / "cache"), s3_keys(key_file(tmp_path))
+        bucket = S3Blobs.open(_PREFIX, cache, endpoint=s3.endpoint, credentials=keys)
         books = Books(installation.data, CLEAR.task, bucket)
         books.check(acknowledged)
         assert books.newest >= 3
@@ -78,7 +162,8 @@ async def _over_a_renewal_and_a_loss(machines: Machines) -> dict[str, int]:
         book.next_era()
         await counted(book, len(book.acknowledged) + GOAL)
         assert await asyncio.to_thread(_holder, machines) is not lost
-        await asyncio.to_thread(_examine, machines.selector, installation.folder)
+        [left] = [each for each in machines.aggregators if each is not lost]
+        await asyncio.to_thread(_examine, left, installation.folder)
         await flying.go_home(STEP_S)
     return dict(book.acknowledged)
 
@@ -95,7 +180,9 @@ def _renew(machines: Machines) -> None:
     machines.coordinator.until_logged("certificates_read", STEP_S)
 
 
-def _examine(selector: ServerProcess, folder: Path) -> None:
-    options = DoctorOptions(role="selector", config=folder / f"{selector.name}.toml")
+def _examine(aggregator: ServerProcess, folder: Path) -> None:
+    """`papaya doctor`, as the page says it, with the configuration of this process."""
+    assert "`papaya doctor aggregator --config papaya.toml`" in _PAGE
+    options = DoctorOptions(role="aggregator", config=folder / f"{aggregator.name}.toml")
     found = {each.subject: each.grade for each in examine(options)}
     assert {found["state"], found["blobs"], found["certificate"]} == {"good"}
