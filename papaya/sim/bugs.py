@@ -36,7 +36,15 @@ from papaya.machine import Effects, Transact
 from papaya.messages.base import Message, NodeId, SessionId, TaskId
 from papaya.messages.events import BufferDropped
 from papaya.messages.participation import Complete, SecureOffer
-from papaya.messages.storage import FenceRow, Member, RecordRow, Row, Transaction, record_key
+from papaya.messages.storage import (
+    FenceRow,
+    Member,
+    Outcome,
+    RecordRow,
+    Row,
+    Transaction,
+    record_key,
+)
 from papaya.messages.tickets import AnyTicket, AssignmentTicket, Keyring, claim_of, pseudonym_of
 from papaya.secagg import offer as secagg
 from papaya.secagg import participant
@@ -48,6 +56,7 @@ from papaya.secagg.rounding import RandomEncoder
 from papaya.secagg.unmask import TakeBlock
 from papaya.secagg.words import RING_16, SIGNED, WORD, Entropy, Reals, Words
 from papaya.sim.hosts import SimulatedAggregatorHost
+from papaya.sim.storage import StateTwin, Writer
 from papaya.tsa.group import Group
 from papaya.tsa.tsa import TSA
 
@@ -395,6 +404,31 @@ def _all_levels(self: RandomEncoder, factor: float, limit: int, seed: bytes) -> 
     _encode_at_random(self, factor * (most / limit), most, seed)
 
 
+_transact = StateTwin.transact
+
+
+def _answer_before_commit(
+    self: StateTwin, writer: Writer, transaction: Transaction, done: Callable[[Outcome], None]
+) -> None:
+    records = [row for _, row in transaction.put if isinstance(row, RecordRow)]
+    if not records or len(records) < len(transaction.put):
+        _transact(self, writer, transaction, done)
+        return
+    self._engine.after(0.0, lambda: done("committed"))
+    self._engine.after(self.config.transaction_s, lambda: self._apply_unseen(writer, transaction))
+
+
+_lose = StateTwin._lose
+
+
+def _lose_and_repeat(
+    self: StateTwin, writer: Writer, transaction: Transaction, done: Callable[[Outcome], None]
+) -> None:
+    again = replace(transaction, require=())
+    _lose(self, writer, transaction, done)
+    self._engine.after(self.config.late_s, lambda: self._apply_unseen(writer, again))
+
+
 _Patch = tuple[Any, str, Callable[..., Any] | property]
 
 
@@ -404,6 +438,14 @@ class Bug(NamedTuple):
 
 
 BUGS: dict[str, Bug] = {
+    "acknowledged-before-commit": Bug(
+        "the record of a buffer is called committed before it is written",
+        ((StateTwin, "transact", _answer_before_commit),),
+    ),
+    "unknown-transaction-repeated": Bug(
+        "a transaction with an unknown outcome is written again later, whatever the rows are then",
+        ((StateTwin, "_lose", _lose_and_repeat),),
+    ),
     "fence-skipped": Bug(
         "an aggregator writes rows without checking that it still holds the task",
         ((Ledger, "_fenced", _no_fence),),

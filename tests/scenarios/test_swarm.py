@@ -45,6 +45,7 @@ BEGINS_AT = {
     "staleness-not-computed-by-the-client": 30,
     "tag-ignored": 4,
     "unanswered-seed-taken-for-lost": 20,
+    "unknown-transaction-repeated": 1,
     "unreachable-taken-for-lost": 20,
     "update-sealed-twice": 20,
 }
