@@ -1,7 +1,7 @@
 """A whole installation on hosts of its own: every role, database, bucket and load balancer.
 
     coordinator-1, -2    selector-1, -2, -3 behind haproxy with TLS    aggregator-1, -2, -3
-    tsa-1, -2 (each with its gate)    db-1, db-2 (Patroni), etcd    s3 (moto)    devices
+    tsa-1, -2 (each with its gate)    db-1, db-2 (Patroni), etcd-1, -2, -3    s3 (moto)    devices
 
 Roles talk with certificates, PostgreSQL with TLS and a password. No host shares a folder with
 another. Each server's data is on a small disk of its own.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -35,6 +35,7 @@ from tests.system.admin import Admin
 from tests.system.processes import PAPAYA, Toml, environment, toml
 from tests.system.tls import Authority
 
+ROOT = Path(__file__).parents[2]
 HEARTBEAT_S = 1.5
 _DISK_MB = 64
 _BLOBS = f"s3://{s3.BUCKET}/chaos"
@@ -47,8 +48,12 @@ _SERVER: dict[str, Toml] = {
 
 
 class Cluster:
-    def __init__(self, network: Network, folder: Path) -> None:
+    def __init__(
+        self, network: Network, folder: Path, program: Sequence[str] = PAPAYA, **variables: str
+    ) -> None:
+        """`program`, `variables`: the command of the roles, and its environment."""
         self.folder = folder
+        self._program = program
         self.authority = Authority(folder / "tls")
         console = network.add("console", 1)
         self.coordinators = [network.add(f"coordinator-{n}", 10 + n) for n in (1, 2)]
@@ -57,14 +62,16 @@ class Cluster:
         self.aggregators = [network.add(f"aggregator-{n}", 40 + n) for n in (1, 2, 3)]
         self.tsas = [network.add(f"tsa-{n}", 50 + n) for n in (1, 2)]
         databases = [network.add(f"db-{n}", 60 + n) for n in (1, 2)]
-        self.etcd, self.bucket = network.add("etcd", 70), network.add("s3", 80)
+        self.etcds = [network.add(f"etcd-{n}", 70 + n) for n in (1, 2, 3)]
+        self.bucket = network.add("s3", 80)
         self.devices = network.add("devices", 90)
         move_into(console)
-        self.database = Database(folder, self.authority, self.etcd, databases)
+        self.database = Database(folder, self.authority, self.etcds, databases)
         self._secrets = folder / "secrets"
         self._keys = s3.key_file(folder)
         self._disks: list[Path] = []
-        self._environment = environment() | {"PYTHONPATH": str(self._without_numba())}
+        paths = os.pathsep.join((str(self._without_numba()), str(ROOT)))
+        self._environment = environment() | {"PYTHONPATH": paths, **variables}
 
     @property
     def roles(self) -> list[Host]:
@@ -73,7 +80,7 @@ class Cluster:
     @property
     def all(self) -> list[Host]:
         databases = self.database.hosts
-        return [*self.roles, self.balancer, *self.tsas, *databases, self.etcd, self.bucket]
+        return [*self.roles, self.balancer, *self.tsas, *databases, *self.etcds, self.bucket]
 
     def start(self) -> None:
         make_folder(self._secrets)
@@ -127,7 +134,12 @@ class Cluster:
         }
         file = self.folder / f"{host.name}.toml"
         file.write_text(toml(deployment, _SERVER), encoding="utf-8")
-        self._add(host, host.name, "serve", role, "--config", str(file), "--format", "json")
+        self._add(
+            host,
+            host.name,
+            *("serve", role, "--config", str(file), "--format", "json"),
+            program=self._program,
+        )
 
     def _add_tsa(self, host: Host) -> None:
         place = f"unix:{self.folder / host.name}.sock"
@@ -138,8 +150,8 @@ class Cluster:
         gate = ("--tsa", place, "--listen", f"tls:{host.address}:8760")
         self._add(host, f"{host.name}-gate", "serve", "tsa-gate", "--config", str(file), *gate)
 
-    def _add(self, host: Host, name: str, *arguments: str) -> None:
-        command = [*PAPAYA, *arguments]
+    def _add(self, host: Host, name: str, *arguments: str, program: Sequence[str] = PAPAYA) -> None:
+        command = [*program, *arguments]
         host.programs.append(Program(host, name, command, self.folder, self._environment))
 
     def _add_bucket(self) -> None:

@@ -10,11 +10,15 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psycopg
 
+from papaya.messages import wire
+from papaya.messages.storage import OptimizerRow, optimizer_key
 from tests.chaos.hosts import Host, Program, until
 from tests.system.tls import Authority
 
@@ -27,24 +31,13 @@ _ANSWER_S = 2.0
 class Database:
     """Two servers, of which Patroni makes one the primary."""
 
-    def __init__(self, folder: Path, authority: Authority, etcd: Host, hosts: list[Host]) -> None:
-        self.hosts, self._etcd = hosts, etcd
+    def __init__(
+        self, folder: Path, authority: Authority, etcds: list[Host], hosts: list[Host]
+    ) -> None:
+        self.hosts, self._etcds = hosts, etcds
         self._folder, self._authority = folder, authority
-        data = folder / "etcd"
-        listen = f"http://{etcd.address}:2379"
-        self._store = Program(
-            etcd,
-            "etcd",
-            [
-                *("etcd", "--data-dir", str(data), "--listen-client-urls", listen),
-                *("--advertise-client-urls", listen),
-                *("--listen-peer-urls", "http://127.0.0.1:2380"),
-            ],
-            folder,
-            dict(os.environ),
-            self._etcd_answers,
-        )
-        etcd.programs.append(self._store)
+        for etcd in etcds:
+            etcd.programs.append(self._etcd(etcd))
         for host in hosts:
             host.programs.append(self._patroni(host))
 
@@ -63,7 +56,8 @@ class Database:
         file.touch(mode=0o600)
         file.write_text("".join(lines), encoding="ascii")
         first, second = self.hosts
-        self._etcd.boot()
+        with ThreadPoolExecutor() as threads:  # a member answers when there is a majority
+            list(threads.map(Host.boot, self._etcds))
         first.boot()
         until(lambda: self.primary() is first, "the database has a primary")
         first.run("psql", *self._as_owner(first), "-c", "CREATE USER papaya PASSWORD 'chaos'")
@@ -114,8 +108,29 @@ class Database:
                     raise AssertionError(f"no primary after {seconds:g} s") from error
                 time.sleep(0.05)
 
-    def _etcd_answers(self) -> bool:
-        return self._ask(self._etcd, "GET", "/health", port=2379) is not None
+    def versions(self, tasks: Sequence[str]) -> dict[str, int]:
+        """The newest version of each task. Raises psycopg.Error."""
+        with psycopg.connect(
+            self.url, target_session_attrs="read-write", connect_timeout=2
+        ) as connection:
+            return newest_versions(connection, tasks)
+
+    def _etcd(self, host: Host) -> Program:
+        """One of the members that decide which server is the primary."""
+        clients, peers = f"http://{host.address}:2379", f"http://{host.address}:2380"
+        members = ",".join(f"{each.name}=http://{each.address}:2380" for each in self._etcds)
+        command = ["etcd", "--name", host.name, "--data-dir", str(self._folder / host.name)]
+        command += ["--listen-client-urls", clients, "--advertise-client-urls", clients]
+        command += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers]
+        command += ["--initial-cluster", members, "--initial-cluster-token", "papaya-chaos"]
+        return Program(
+            host,
+            host.name,
+            command,
+            self._folder,
+            dict(os.environ),
+            lambda: (self._ask(host, "GET", "/health", port=2379) or {}).get("health") == "true",
+        )
 
     def _ask(
         self,
@@ -174,7 +189,7 @@ class Database:
             "scope": "papaya",
             "name": host.name,
             "restapi": {"listen": rest, "connect_address": rest},
-            "etcd3": {"hosts": f"{self._etcd.address}:2379"},
+            "etcd3": {"hosts": [f"{each.address}:2379" for each in self._etcds]},
             "bootstrap": {
                 "dcs": {
                     "ttl": 20,
@@ -215,6 +230,21 @@ class Database:
                 },
             },
         }
+
+
+def newest_versions(
+    connection: psycopg.Connection[tuple[Any, ...]], tasks: Sequence[str]
+) -> dict[str, int]:
+    """By the rows that servers write. 0 if a task has none yet."""
+    found = dict.fromkeys(tasks, 0)
+    for task in tasks:
+        key = optimizer_key(task).encode()
+        answer = connection.execute("SELECT row FROM papaya_rows WHERE key = %s", (key,))
+        for (data,) in answer:
+            row = wire.decode_row(bytes(data))
+            assert isinstance(row, OptimizerRow)
+            found[task] = row.version
+    return found
 
 
 def _programs() -> Path:

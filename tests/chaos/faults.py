@@ -1,4 +1,4 @@
-"""Faults one after the other, and how long acknowledgements took to resume after each.
+"""Faults, alone or two at once, and how long acknowledgements and versions took to resume.
 
 What happens is drawn from a seed; when the system recovers is measured. A run is invalid if a
 process waited for a core for more than half of a heartbeat: then a server that is alive may look
@@ -13,15 +13,18 @@ import statistics
 import sys
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from threading import Event, Thread
 from typing import NamedTuple
 
 import msgspec
+import psycopg
 
 from papaya.device.load import LoadOutcome
+from papaya.errors import OperatorError
 
 _POLL_S = 0.05
 
@@ -29,29 +32,62 @@ _POLL_S = 0.05
 class Fault(NamedTuple):
     """`begin` breaks something for `seconds`; `end` returns when it is repaired.
 
-    `end` may be called although `begin` failed.
+    `end` may be called although `begin` failed. `touches`: what is broken meanwhile.
     """
 
     name: str
     seconds: float
     begin: Callable[[], None]
     end: Callable[[], None]
+    touches: frozenset[str] = frozenset()
+
+    def carry_out(self) -> None:
+        try:
+            self.begin()
+            time.sleep(self.seconds)
+        finally:
+            self.end()
 
 
-class NothingAcknowledged(AssertionError):
-    """A task did not recover."""
+def together(first: Fault, second: Fault, later_s: float) -> Fault:
+    """Two faults in progress at once: the second begins `later_s` after the first."""
+    assert not first.touches & second.touches
+    threads = ThreadPoolExecutor(2)
+    running: list[Future[None]] = []
+
+    def second_later() -> None:
+        time.sleep(later_s)
+        second.carry_out()
+
+    def begin() -> None:
+        running.append(threads.submit(first.carry_out))
+        running.append(threads.submit(second_later))
+
+    def end() -> None:
+        threads.shutdown()
+        for each in running:
+            each.result()
+
+    name = f"two: {first.name}; {second.name}"
+    return Fault(name, 0.0, begin, end, first.touches | second.touches)
+
+
+class NotRecovered(AssertionError):
+    """A task did not go on in time."""
 
 
 class Recovery(NamedTuple):
     """Of the task that took longest: `after_s` from the end of the fault to the next
     acknowledgement, `silence_s` the longest time without one since the fault began. `first_s` is
-    `after_s` of the task that took shortest.
+    `after_s` of the task that took shortest. `version_s`: from the end of the fault until every
+    task has made a version that did not exist then.
     """
 
     fault: str
     first_s: float
     after_s: float
     silence_s: float
+    version_s: float
 
 
 class Acknowledgements:
@@ -72,10 +108,10 @@ class Acknowledgements:
         while late := [task for task in self._times if len(self.since(task, at)) < count]:
             if time.monotonic() > ends_at:
                 words = f"{', '.join(late)}: not {count} updates were counted"
-                raise NothingAcknowledged(f"{words} within {seconds:g} s after {what}")
+                raise NotRecovered(f"{words} within {seconds:g} s after {what}")
             time.sleep(_POLL_S)
 
-    def recovery(self, fault: str, began_at: float, ended_at: float) -> Recovery:
+    def recovery(self, fault: str, began_at: float, ended_at: float, version_s: float) -> Recovery:
         after_s: list[float] = []
         silence_s = 0.0
         for task in self._times:
@@ -83,7 +119,7 @@ class Acknowledgements:
             heard = [began_at, *(t for t in self.since(task, began_at) if t <= resumed_at)]
             after_s.append(resumed_at - ended_at)
             silence_s = max(silence_s, *(b - a for a, b in pairwise(heard)))
-        return Recovery(fault, min(after_s), max(after_s), silence_s)
+        return Recovery(fault, min(after_s), max(after_s), silence_s, version_s)
 
     def _read(self) -> None:
         if not self._file.exists():
@@ -137,22 +173,57 @@ def _waited_s(pid: int) -> float:
     return int(text.split()[1]) / 1e9
 
 
+class Versions:
+    """The newest version of each task, by its rows. `read` is called again if it fails."""
+
+    def __init__(self, read: Callable[[], Mapping[str, int]]) -> None:
+        self._read = read
+
+    def newest(self, seconds: float) -> Mapping[str, int]:
+        ends_at = time.monotonic() + seconds
+        while True:
+            try:
+                return self._read()
+            except (OperatorError, psycopg.Error):
+                if time.monotonic() > ends_at:
+                    raise
+                time.sleep(_POLL_S)
+
+    def until_newer(self, than: Mapping[str, int], seconds: float, what: str) -> None:
+        ends_at = time.monotonic() + seconds
+        while late := [
+            task for task, version in self.newest(seconds).items() if version <= than[task]
+        ]:
+            if time.monotonic() > ends_at:
+                words = f"{', '.join(late)}: updates are counted, but no version was made"
+                raise NotRecovered(f"{words} within {seconds:g} s after {what}")
+            time.sleep(_POLL_S)
+
+
+class Limits(NamedTuple):
+    """How long a task may take after a fault: to acknowledge an update, and from then on to make a
+    version.
+    """
+
+    acknowledge_s: float
+    version_s: float
+
+
 def play(
-    faults: Iterable[Fault], acknowledged: Acknowledgements, recover_s: float
+    faults: Iterable[Fault], acknowledged: Acknowledgements, versions: Versions, limits: Limits
 ) -> list[Recovery]:
-    """Fails if a task has no update acknowledged within `recover_s` after the end of a fault."""
+    """Raises NotRecovered if a task does not go on within the limits after the end of a fault."""
     found = []
     for fault in faults:
         began_at = time.time()
         say(f"fault: {fault.name}, for {fault.seconds:.1f} s")
-        try:
-            fault.begin()
-            time.sleep(fault.seconds)
-        finally:
-            fault.end()
+        fault.carry_out()
         ended_at = time.time()
-        acknowledged.until(1, ended_at, recover_s, fault.name)
-        found.append(acknowledged.recovery(fault.name, began_at, ended_at))
+        before = versions.newest(limits.acknowledge_s)
+        acknowledged.until(1, ended_at, limits.acknowledge_s, fault.name)
+        versions.until_newer(before, limits.version_s, fault.name)
+        version_s = time.time() - ended_at
+        found.append(acknowledged.recovery(fault.name, began_at, ended_at, version_s))
     return found
 
 
@@ -163,15 +234,17 @@ def in_words(recoveries: list[Recovery], stall_s: float, heartbeat_s: float) -> 
         kinds.setdefault(recovery.fault.split(":")[0], []).append(recovery)
     kinds["all"] = recoveries
     lines = [
-        "seconds to the next acknowledgement of every task after a fault, and the longest",
-        "time without one since it began:",
-        f"{'fault':<12}  count  median     max  silence: median     max",
+        "seconds to the next acknowledgement and to the next version of every task after a fault,",
+        "and the longest time without an acknowledgement since it began:",
+        f"{'fault':<12}  count  median     max  version: median     max  silence: median     max",
     ]
     for kind, found in kinds.items():
         after = [each.after_s for each in found] or [0.0]
+        version = [each.version_s for each in found] or [0.0]
         silence = [each.silence_s for each in found] or [0.0]
         lines.append(
             f"{kind:<12}  {len(found):>5}  {statistics.median(after):>6.2f}  {max(after):>6.2f}"
+            f"  {statistics.median(version):>15.2f}  {max(version):>6.2f}"
             f"  {statistics.median(silence):>15.2f}  {max(silence):>6.2f}"
         )
     if stall_s > heartbeat_s / 2:

@@ -21,6 +21,7 @@ _PREFIX = "papaya-chaos"
 _SWITCH = f"{_PREFIX}-switch"
 _CLONE_NEWNET = 0x40000000
 _STEP_S = 90.0
+_RESTART_S = 0.5
 
 
 def sh(*command: str) -> str:
@@ -80,11 +81,17 @@ class Program:
         return process.pid if process is not None and process.poll() is None else None
 
     def start(self, **variables: str) -> Self:
-        """Returns when it is ready."""
-        self.begin(**variables)
-        until(self._ready_or_dead, f"{self.name} is ready")
-        assert self.is_running, f"{self.name} did not start: {self.tail()}"
-        return self
+        """Returns when it is ready. If it ends before, it is started again, as systemd does: what
+        it needs may be away.
+        """
+        ends_at = time.monotonic() + _STEP_S
+        while True:
+            self.begin(**variables)
+            until(self._ready_or_dead, f"{self.name} is ready")
+            if self.is_running:
+                return self
+            assert time.monotonic() < ends_at, f"{self.name} did not start: {self.tail()}"
+            time.sleep(_RESTART_S)
 
     def begin(self, **variables: str) -> None:
         assert not self.is_running, f"{self.name} runs already"

@@ -2,6 +2,7 @@
 
 Two coordinators, two selectors, two aggregators and a TSA; state on PostgreSQL, blobs in a bucket
 (moto). The faults are drawn from a seed, one of each kind, in an order that the seed decides too.
+Some of them are in progress at the same time.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -16,14 +18,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import psycopg
+
 from papaya.config import AsyncFL, OptimizerConfig, SecureAggregation, TaskConfig
 from papaya.credentials.s3_keys import s3_keys
+from papaya.errors import OperatorError
 from papaya.messages.storage import FenceRow, Row, fence_key
 from papaya.store.blob_cache import BlobCache
 from papaya.store.postgresql import PostgresState
 from papaya.store.s3_blobs import S3Blobs
-from tests.chaos.faults import Fault
-from tests.chaos.oracle import Stored
+from tests.chaos.database import newest_versions
+from tests.chaos.faults import Fault, Limits, Versions, together
+from tests.chaos.oracle import DAMPING, Stored
 from tests.chaos.proxy import Direction, Proxy
 from tests.postgresql import Postgres, running
 from tests.s3.server import BUCKET, S3Server, key_file, s3_server
@@ -33,7 +39,9 @@ from tests.system.test_secure import trusted_process, until
 
 HEARTBEAT_S = 0.8
 RECOVER_S = 120.0
+LIMITS = Limits(acknowledge_s=RECOVER_S, version_s=RECOVER_S)
 _STEP_S = 60.0
+_RESTART_S = 0.2
 _BLOBS = f"s3://{BUCKET}/chaos"
 _LENGTH = 8_000
 _GOAL = 4
@@ -44,6 +52,7 @@ CLEAR = TaskConfig(
     model_length=_LENGTH,
     regime=AsyncFL(aggregation_goal=_GOAL),
     optimizer=OptimizerConfig(kind="fedavg", rate=1.0),
+    staleness=DAMPING,
     participation_gap_s=0.0,
     commit_interval_s=0.05,
     keep_versions=3,
@@ -57,6 +66,7 @@ MASKED = TaskConfig(
     model_length=_LENGTH,
     regime=AsyncFL(aggregation_goal=_GOAL),
     optimizer=OptimizerConfig(kind="fedavg", rate=1.0),
+    staleness=DAMPING,
     secure_aggregation=SecureAggregation(),
     clip=64.0,
     max_examples=1,
@@ -179,7 +189,7 @@ class Loopback:
             self._kill(rng.choice(self.coordinators), rng),
             self._freeze(rng.choice(self.installation.servers), rng),
             self._cut(rng.choice(sorted(self.proxies)), rng.choice(("to", "from")), rng),
-            Fault("database", _seconds(rng), self.database.kill, self.start_database),
+            self.kill_database(_seconds(rng)),
             self._bucket(rng.choice(("code:503:SlowDown", "hang")), rng),
         ]
         rng.shuffle(found)
@@ -201,33 +211,47 @@ class Loopback:
         killed: list[ServerProcess] = []
 
         def begin() -> None:
-            killed.append(self.holder())
+            try:
+                killed.append(self.holder())
+            except OperatorError:  # the database is away because of another fault
+                killed.append(self.aggregators[0])
             self._kill_now(killed[0])
 
         def end() -> None:
             while killed:
-                killed.pop().start()
+                self._start_again(killed.pop())
 
-        return Fault("kill: the holder", seconds, begin, end)
+        return Fault("kill: the holder", seconds, begin, end, self._holders())
 
-    def freeze_holder(self, seconds: float) -> Fault:
-        frozen: list[ServerProcess] = []
+    def kill_database(self, seconds: float) -> Fault:
+        touches = frozenset({"database"})
+        return Fault("database", seconds, self.database.kill, self.start_database, touches)
 
-        def begin() -> None:
-            frozen.append(self.holder())
-            frozen[0].send(signal.SIGSTOP)
-
-        def end() -> None:
-            while frozen:
-                frozen.pop().send(signal.SIGCONT)
-
-        return Fault("freeze: the holder", seconds, begin, end)
+    def _holders(self) -> frozenset[str]:
+        """Who may hold a task when a fault begins."""
+        return frozenset(server.name for server in self.aggregators)
 
     def _kill(self, server: ServerProcess, rng: Random) -> Fault:
-        def start() -> None:
-            server.start()
+        return Fault(
+            f"kill: {server.name}",
+            _seconds(rng),
+            lambda: self._kill_now(server),
+            lambda: self._start_again(server),
+            frozenset({server.name}),
+        )
 
-        return Fault(f"kill: {server.name}", _seconds(rng), lambda: self._kill_now(server), start)
+    def _start_again(self, server: ServerProcess) -> None:
+        """Until it runs, as systemd does: what it needs may be away because of another fault."""
+        ends_at = time.monotonic() + _STEP_S
+        while True:
+            try:
+                server.start()
+            except AssertionError:
+                if time.monotonic() > ends_at:
+                    raise
+                time.sleep(_RESTART_S)
+            else:
+                return
 
     def _kill_now(self, server: ServerProcess) -> None:
         self.killed.add(self.node(server))
@@ -242,6 +266,7 @@ class Loopback:
             _seconds(rng),
             lambda: server.send(signal.SIGSTOP),
             lambda: server.send(signal.SIGCONT),
+            frozenset({server.name}),
         )
 
     def _cut(self, name: str, direction: Direction, rng: Random) -> Fault:
@@ -251,6 +276,7 @@ class Loopback:
             _seconds(rng),
             lambda: proxy.cut(direction),
             lambda: proxy.mend(direction),
+            frozenset({name}),
         )
 
     def _bucket(self, fault: str, rng: Random) -> Fault:
@@ -259,7 +285,15 @@ class Loopback:
             _seconds(rng),
             lambda: self.s3.fail(fault),
             lambda: self.s3.fail(""),
+            frozenset({"bucket"}),
         )
+
+    def versions(self, tasks: Sequence[TaskConfig]) -> Versions:
+        def read() -> dict[str, int]:
+            with psycopg.connect(self.state) as connection:
+                return newest_versions(connection, [config.task for config in tasks])
+
+        return Versions(read)
 
     def start_database(self) -> None:
         self.database.begin_to_start()
@@ -271,6 +305,20 @@ class Loopback:
         cache = BlobCache(self.installation.folder / "oracle-cache")
         endpoint, keys = self.s3.endpoint, s3_keys(self._keys)
         return Stored(rows, S3Blobs.open(_BLOBS, cache, endpoint=endpoint, credentials=keys))
+
+
+def overlapping(faults: Sequence[Fault], rng: Random) -> list[Fault]:
+    """The same faults: as many as possible two at once, in pairs that touch different things."""
+    waiting, found = list(faults), []
+    while waiting:
+        first = waiting.pop()
+        other = next((f for f in waiting if not f.touches & first.touches), None)
+        if other is None:
+            found.append(first)
+        else:
+            waiting.remove(other)
+            found.append(together(first, other, rng.uniform(0, first.seconds)))
+    return found
 
 
 def _seconds(rng: Random) -> float:

@@ -1,6 +1,8 @@
-"""`papaya`, with a bug that the oracle must find: PAPAYA_PLANTED=BUG python -m tests.chaos.planted
+"""`papaya`, with a bug that must be noticed: PAPAYA_PLANTED=BUG python -m tests.chaos.planted
 
-Only this entry point reads the variable; no server does.
+Only this entry point reads the variable; no server does. The bugs break what the simulator has only
+as twins: the database and the work of an aggregator. `papaya/sim/bugs.py` has the bugs of the
+machines.
 """
 
 from __future__ import annotations
@@ -10,17 +12,25 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from threading import Lock, Thread
-from typing import Final
+from typing import Any, Final, NamedTuple
 
+from msgspec.structs import replace
+
+from papaya.aggregator.shards import Shards
 from papaya.cli.main import main
 from papaya.messages.storage import Outcome, RecordRow, Transaction
 from papaya.store.postgresql import PostgresState
 
 VARIABLE: Final = "PAPAYA_PLANTED"
+PLANTED: Final = (sys.executable, "-m", "tests.chaos.planted")
+VERSION_DELAY_S: Final = 40.0
 _LATE_S = 5.0
+_COMMIT_S = 0.03
 
 _transact_all = PostgresState.transact_all
 _read = PostgresState.read
+_write: Callable[..., None] = PostgresState._write
+_step: Callable[..., Any] = Shards.step
 
 
 def _acknowledged_before_commit() -> None:
@@ -54,6 +64,41 @@ def _acknowledged_before_commit() -> None:
     _patch(PostgresState, transact_all=transact_all, read=read)
 
 
+def _unknown_transaction_repeated() -> None:
+    """Records with an unknown outcome are written again, over those that were written since.
+
+    Commits take longer, so that a database that dies meets one.
+    """
+    unknown: dict[str, RecordRow] = {}
+
+    def transact_all(store: PostgresState, transactions: Sequence[Transaction]) -> list[Outcome]:
+        outcomes = _transact_all(store, transactions)
+        for transaction, outcome in zip(transactions, outcomes, strict=True):
+            records = {k: row for k, row in transaction.put if isinstance(row, RecordRow)}
+            if outcome == "unknown":
+                unknown.update(records)
+            elif outcome == "committed" and (again := records.keys() & unknown.keys()):
+                put = tuple((key, unknown.pop(key)) for key in again)
+                _transact_all(store, [replace(transaction, require=(), put=put, delete=())])
+        return outcomes
+
+    def write(store: PostgresState, *given: Any) -> None:
+        time.sleep(_COMMIT_S)
+        _write(store, *given)
+
+    _patch(PostgresState, transact_all=transact_all, _write=write)
+
+
+def _versions_delayed() -> None:
+    """A full buffer waits before it becomes a version; updates are acknowledged meanwhile."""
+
+    def step(shards: Shards, *given: Any) -> object:
+        time.sleep(VERSION_DELAY_S)
+        return _step(shards, *given)
+
+    _patch(Shards, step=step)
+
+
 def _is_record(transaction: Transaction) -> bool:
     return bool(transaction.put) and all(isinstance(row, RecordRow) for _, row in transaction.put)
 
@@ -63,11 +108,20 @@ def _patch(target: type, **changes: object) -> None:
         setattr(target, name, value)
 
 
-BUGS: Final[dict[str, Callable[[], None]]] = {
-    "acknowledged-before-commit": _acknowledged_before_commit,
+class PlantedBug(NamedTuple):
+    """`shown_by`: the faults of tests/chaos/schedule.py that show it."""
+
+    plant: Callable[[], None]
+    shown_by: tuple[str, ...]
+
+
+BUGS: Final = {
+    "acknowledged-before-commit": PlantedBug(_acknowledged_before_commit, ("holder",)),
+    "unknown-transaction-repeated": PlantedBug(_unknown_transaction_repeated, ("database",)),
+    "versions-delayed": PlantedBug(_versions_delayed, ("holder",)),
 }
 
 
 if __name__ == "__main__":
-    BUGS[os.environ[VARIABLE]]()
+    BUGS[os.environ[VARIABLE]].plant()
     sys.exit(main())

@@ -1,11 +1,12 @@
 """`make chaos`: runs a whole installation under seeded faults, then checks its model.
 
-    python -m tests.chaos.run [--minutes M] [--seed S] [--devices N]
+    python -m tests.chaos.run [--minutes M] [--seed S] [--devices N] [--planted BUG]
 
 Needs root, and packages of Debian, which it installs. Prints the seed, every fault, the
 distribution of recovery times and the oracle's verdict; exits with 1 if an update was lost or
-doubled, or if acknowledgements did not resume. If it cannot run here, it says why and exits with
-0.
+doubled, or if acknowledgements or versions did not resume. With --planted the servers have a bug
+(tests/chaos/planted.py), and it exits with 0 if that is noticed. If it cannot run here, it says why
+and exits with 0.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ from papaya.config import AsyncFL, OptimizerConfig, SecureAggregation, TaskConfi
 from tests.chaos.cluster import HEARTBEAT_S, Cluster
 from tests.chaos.faults import (
     Acknowledgements,
-    NothingAcknowledged,
+    Limits,
+    NotRecovered,
     Recovery,
     Stalls,
+    Versions,
     in_words,
     play,
     say,
 )
 from tests.chaos.hosts import Network, sh
-from tests.chaos.oracle import judge, read_outcomes
+from tests.chaos.oracle import DAMPING, judge, read_outcomes
+from tests.chaos.planted import BUGS, PLANTED, VARIABLE
 from tests.chaos.schedule import Schedule
+from tests.system.processes import PAPAYA
 
 _PACKAGES = {
     "patroni": "patroni",
@@ -54,6 +59,7 @@ _GOAL = 8
 _TRAINING_S = 2.0
 _LONG_MINUTES = 10.0
 _RECOVER_S = 90.0
+_LIMITS = Limits(acknowledge_s=_RECOVER_S, version_s=30.0)
 _DRAIN_S = 150.0
 
 
@@ -63,6 +69,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="default: a random one")
     parser.add_argument("--devices", type=int, default=200, help="number of devices (default: 200)")
     parser.add_argument("--keep", action="store_true", help="keep the logs of a good run too")
+    parser.add_argument("--planted", choices=BUGS, help="a bug of the servers to be found")
     options = parser.parse_args()
     if why := _why_not():
         say(f"skipped: {why}")
@@ -72,16 +79,19 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="papaya-chaos-"))
     folder.chmod(0o755)  # PostgreSQL runs as another user
     try:
-        problems = _run(folder, seed, 60 * options.minutes, options.devices)
+        problems = _run(folder, seed, 60 * options.minutes, options.devices, options.planted)
     except BaseException:
         say(f"logs are in {folder}")
         raise
     for problem in problems:
         say(f"problem: {problem}")
-    if problems or options.keep:
+    if (problems and options.planted is None) or options.keep:
         say(f"logs are in {folder}")
     else:
         shutil.rmtree(folder)
+    if options.planted is not None:
+        say(f"{options.planted}: {'noticed' if problems else 'NOT NOTICED'}")
+        return 0 if problems else 1
     if problems:
         return 1
     say("in what was judged, every acknowledged update was counted once, and no other one twice")
@@ -112,15 +122,17 @@ def _why_not() -> str:
     return ""
 
 
-def _run(folder: Path, seed: int, seconds: float, devices: int) -> list[str]:
+def _run(folder: Path, seed: int, seconds: float, devices: int, planted: str | None) -> list[str]:
     problems: list[str] = []
     recoveries: list[Recovery] = []
     with ExitStack() as stack:
         network = stack.enter_context(Network())
-        cluster = stack.enter_context(closing(Cluster(network, folder)))
+        program, variables = (PAPAYA, {}) if planted is None else (PLANTED, {VARIABLE: planted})
+        cluster = stack.enter_context(closing(Cluster(network, folder, program, **variables)))
         cluster.start()
         say(f"{len(cluster.all)} hosts are up")
-        schedule = Schedule(cluster, seed, is_long=seconds >= 60 * _LONG_MINUTES)
+        only = () if planted is None else BUGS[planted].shown_by
+        schedule = Schedule(cluster, seed, is_long=seconds >= 60 * _LONG_MINUTES, only=only)
         stalls = stack.enter_context(Stalls(HEARTBEAT_S, cluster.pids))
         ends_at = time.monotonic() + seconds
         number = 0
@@ -129,7 +141,7 @@ def _run(folder: Path, seed: int, seconds: float, devices: int) -> list[str]:
                 number += 1
                 episode_s = min(ends_at - time.monotonic(), _EPISODE_S)
                 problems += _episode(cluster, schedule, number, devices, episode_s, recoveries)
-        except NothingAcknowledged as error:
+        except NotRecovered as error:
             if stalls.longest_s <= HEARTBEAT_S / 2:
                 problems.append(str(error))
             else:
@@ -157,15 +169,19 @@ def _episode(
     outcomes = cluster.folder / f"outcomes-{number}"
     load = cluster.add_load(tasks, devices, _TRAINING_S, outcomes).start()
     acknowledged = Acknowledgements(outcomes, [config.task for config in tasks])
+    versions = Versions(lambda: cluster.database.versions([config.task for config in tasks]))
     acknowledged.until(_GOAL, 0.0, _RECOVER_S, "the start")
     ends_at = time.monotonic() + seconds
+    has_lost_tsa = False
     while time.monotonic() < ends_at:
-        recoveries += play([schedule.next()], acknowledged, _RECOVER_S)
+        fault = schedule.next()
+        has_lost_tsa = has_lost_tsa or "tsa:" in fault.name
+        recoveries += play([fault], acknowledged, versions, _LIMITS)
     load.signal(signal.SIGTERM)
     assert load.wait(_DRAIN_S) == 0, load.tail()
     for config in tasks:
         cluster.cancel(config)
-    return _judge(cluster, tasks, outcomes)
+    return _judge(cluster, tasks, outcomes, has_lost_tsa)
 
 
 def _task(name: str, concurrency: int, is_secure: bool) -> TaskConfig:
@@ -176,6 +192,7 @@ def _task(name: str, concurrency: int, is_secure: bool) -> TaskConfig:
         model_length=_LENGTH,
         regime=AsyncFL(aggregation_goal=_GOAL),
         optimizer=OptimizerConfig(kind="fedavg", rate=1.0),
+        staleness=DAMPING,
         secure_aggregation=SecureAggregation() if is_secure else None,
         clip=64.0 if is_secure else None,
         max_examples=1,
@@ -186,7 +203,7 @@ def _task(name: str, concurrency: int, is_secure: bool) -> TaskConfig:
     )
 
 
-def _judge(cluster: Cluster, tasks: list[TaskConfig], file: Path) -> list[str]:
+def _judge(cluster: Cluster, tasks: list[TaskConfig], file: Path, has_lost_tsa: bool) -> list[str]:
     stored, outcomes = cluster.stored(), read_outcomes(file)
     problems = []
     for config in tasks:
@@ -195,6 +212,8 @@ def _judge(cluster: Cluster, tasks: list[TaskConfig], file: Path) -> list[str]:
         told = {ending: dict(times) for ending, times in verdict.told.items()}
         say(f"{config.task}: version {model.version}; lost with a TSA {verdict.lost}; {told}")
         problems += verdict.problems
+        if verdict.lost and not has_lost_tsa:
+            problems.append(f"{config.task}: {verdict.lost} updates were lost, but no TSA")
     return problems
 
 

@@ -1,26 +1,38 @@
-"""Draws faults for a cluster on hosts of its own. A seed decides what, where and for how long."""
+"""Draws faults for a cluster on hosts of its own. A seed decides what, where and for how long.
+
+A third of the faults come with another one that is in progress at the same time, on other hosts. A
+fault of one of the database's servers never meets one of the other: nothing works without both
+copies, and a test of that shows nothing.
+"""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
 from tests.chaos.cluster import HEARTBEAT_S, Cluster
-from tests.chaos.faults import Fault
+from tests.chaos.faults import Fault, together
 from tests.chaos.hosts import Host, until
 
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 _WRITABLE_S = 90.0
 _TTL_S = 20.0  # of the primary's lock, the shortest that Patroni allows
 _MEGABYTE = bytes(1 << 20)
+_PAIRS = 1 / 3
+_DRAWS = 5
 
 
 class Schedule:
-    """`is_long`: also faults that take half a minute, and those that lose a TSA's memory."""
+    """`is_long`: also faults that take half a minute, and those that lose a TSA's memory.
 
-    def __init__(self, cluster: Cluster, seed: int, *, is_long: bool) -> None:
+    `only`: the names of the faults to draw from; empty means all.
+    """
+
+    def __init__(
+        self, cluster: Cluster, seed: int, *, is_long: bool, only: Sequence[str] = ()
+    ) -> None:
         self._cluster = cluster
         self._rng = Random(seed)
         self._kinds: dict[Callable[[], Fault], int] = {
@@ -35,14 +47,33 @@ class Schedule:
             self._tsa: 1 if is_long else 0,
             self._database_host: 1 if is_long else 0,
         }
+        if only:
+            named = {"holder": self._holder, "database": self._kill_database}
+            self._kinds = {named[name]: 1 for name in only}
         self._waiting: list[Callable[[], Fault]] = []
 
     def next(self) -> Fault:
+        first = self._draw()
+        if self._rng.random() >= _PAIRS:
+            return first
+        for _ in range(_DRAWS):
+            second = self._draw()
+            if not first.touches & second.touches:
+                return together(first, second, self._rng.uniform(0, first.seconds))
+        return first
+
+    def _draw(self) -> Fault:
         """Kinds come in a random order, each as often as its weight before any comes again."""
         if not self._waiting:
             self._waiting = [kind for kind, weight in self._kinds.items() for _ in range(weight)]
             self._rng.shuffle(self._waiting)
         return self._waiting.pop()()
+
+    def _touched(self, *hosts: Host) -> frozenset[str]:
+        """Both servers of the database count as one."""
+        return frozenset(
+            "database" if host in self._cluster.database.hosts else host.name for host in hosts
+        )
 
     def _seconds(self) -> float:
         """From less than a heartbeat to more than it takes to be taken for dead."""
@@ -55,8 +86,25 @@ class Schedule:
         return self._rng.choice(self._cluster.roles)
 
     def _power(self) -> Fault:
-        host = self._rng.choice([self._role(), self._role(), self._cluster.balancer])
-        return Fault(f"power: {host.name}", self._seconds(), host.lose_power, host.boot)
+        others = [self._cluster.balancer, self._rng.choice(self._cluster.etcds)]
+        host = self._rng.choice([self._role(), self._role(), self._role(), *others])
+        return Fault(
+            f"power: {host.name}",
+            self._seconds(),
+            host.lose_power,
+            host.boot,
+            self._touched(host),
+        )
+
+    def _holder(self) -> Fault:
+        host = self._cluster.holder()
+        return Fault(
+            f"holder: {host.name}",
+            self._seconds(),
+            host.lose_power,
+            host.boot,
+            self._touched(host),
+        )
 
     def _freeze(self) -> Fault:
         host = self._rng.choice(self._cluster.all)
@@ -65,6 +113,7 @@ class Schedule:
             self._seconds(),
             lambda: host.send(signal.SIGSTOP),
             lambda: host.send(signal.SIGCONT),
+            self._touched(host),
         )
 
     def _partition(self) -> Fault:
@@ -84,7 +133,7 @@ class Schedule:
                 deaf.hear(host)
 
         words = ", ".join(f"{host.name} to {deaf.name}" for deaf, host in cut)
-        return Fault(f"partition: {words}", self._seconds(), begin, end)
+        return Fault(f"partition: {words}", self._seconds(), begin, end, self._touched(one, other))
 
     def _slow(self) -> Fault:
         hosts = [self._role(), self._cluster.bucket, *self._cluster.database.hosts]
@@ -94,20 +143,31 @@ class Schedule:
             2 * self._seconds(),
             lambda: host.slow_down(kbit),
             host.speed_up,
+            self._touched(host),
         )
 
     def _failover(self) -> Fault:
+        database = self._cluster.database
+        return self._new_primary(
+            *self._rng.choice(
+                (("switch-over", database.switch_over), ("kill", database.kill_primary))
+            )
+        )
+
+    def _kill_database(self) -> Fault:
+        return self._new_primary("kill", self._cluster.database.kill_primary)
+
+    def _new_primary(self, how: str, act: Callable[[], None]) -> Fault:
         """Ends when the new primary accepts writes."""
         database = self._cluster.database
-        how, act = self._rng.choice(
-            (("switch-over", database.switch_over), ("kill", database.kill_primary))
-        )
 
         def begin() -> None:
             until(lambda: database.synchronous() is not None, "the replica is synchronous")
             act()
 
-        return Fault(f"database: {how}", 0.0, begin, self._until_writable)
+        return Fault(
+            f"database: {how}", 0.0, begin, self._until_writable, self._touched(*database.hosts)
+        )
 
     def _database_host(self) -> Fault:
         """The machine of the primary dies. Its lock has to expire before the replica takes over."""
@@ -127,7 +187,9 @@ class Schedule:
             for host in lost:
                 host.boot()
 
-        return Fault("database: power of the primary", 0.0, begin, end)
+        return Fault(
+            "database: power of the primary", 0.0, begin, end, self._touched(*database.hosts)
+        )
 
     def _until_writable(self) -> None:
         self._cluster.database.until_writable(_WRITABLE_S)
@@ -145,7 +207,11 @@ class Schedule:
                     return
 
         return Fault(
-            f"full disk: {host.name}", self._seconds(), begin, lambda: file.unlink(missing_ok=True)
+            f"full disk: {host.name}",
+            self._seconds(),
+            begin,
+            lambda: file.unlink(missing_ok=True),
+            self._touched(host),
         )
 
     def _clock(self) -> Fault:
@@ -165,17 +231,30 @@ class Schedule:
             host.lose_power()
             host.boot()
 
-        return Fault(f"clock: {host.name} by {step_s:+.1f} s", self._seconds(), begin, end)
+        return Fault(
+            f"clock: {host.name} by {step_s:+.1f} s",
+            self._seconds(),
+            begin,
+            end,
+            self._touched(host),
+        )
 
     def _gate(self) -> Fault:
-        gate = self._rng.choice(self._cluster.tsas).programs[1]
+        host = self._rng.choice(self._cluster.tsas)
+        gate = host.programs[1]
 
         def end() -> None:
             gate.start()
 
-        return Fault(f"gate: {gate.name}", self._seconds(), gate.kill, end)
+        return Fault(f"gate: {gate.name}", self._seconds(), gate.kill, end, self._touched(host))
 
     def _tsa(self) -> Fault:
         """What is in its memory is lost: at most the open buffers of its tasks."""
         host = self._rng.choice(self._cluster.tsas)
-        return Fault(f"tsa: {host.name}", self._seconds(), host.lose_power, host.boot)
+        return Fault(
+            f"tsa: {host.name}",
+            self._seconds(),
+            host.lose_power,
+            host.boot,
+            self._touched(host),
+        )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from random import Random
 
@@ -20,10 +20,28 @@ from msgspec import structs
 from papaya.config import AsyncFL, TaskConfig
 from papaya.messages.storage import FenceRow
 from tests.chaos import questions
-from tests.chaos.faults import Acknowledgements, Fault, Stalls, in_words, play, say
-from tests.chaos.loopback import CLEAR, HEARTBEAT_S, MASKED, RECOVER_S, Loopback, loopback
+from tests.chaos.faults import (
+    Acknowledgements,
+    Fault,
+    Limits,
+    NotRecovered,
+    Stalls,
+    in_words,
+    play,
+    say,
+)
+from tests.chaos.loopback import (
+    CLEAR,
+    HEARTBEAT_S,
+    LIMITS,
+    MASKED,
+    RECOVER_S,
+    Loopback,
+    loopback,
+    overlapping,
+)
 from tests.chaos.oracle import Verdict, judge, read_outcomes
-from tests.chaos.planted import BUGS, VARIABLE
+from tests.chaos.planted import PLANTED, VARIABLE, VERSION_DELAY_S
 from tests.system.processes import PAPAYA
 from tests.system.test_secure import until
 
@@ -31,7 +49,6 @@ _DEVICES = 40
 _SEED = int(os.environ.get("PAPAYA_CHAOS_SEED", "1"))
 _END_S = 120.0
 _ROOT = Path(__file__).parents[2]
-_PLANTED = (sys.executable, "-m", "tests.chaos.planted")
 
 
 def _judged(
@@ -39,23 +56,25 @@ def _judged(
     tasks: Sequence[TaskConfig],
     faults: Sequence[Fault],
     *,
-    asks: bool = False,
+    asks_since: Mapping[str, float] | None = None,
+    limits: Limits = LIMITS,
 ) -> dict[str, Verdict]:
-    """Submit the tasks, play the faults, and judge what is stored at the end. `asks`: also ask the
-    fixed questions.
+    """Submit the tasks, play the faults, and judge what is stored at the end.
+
+    `asks_since`: when each fault began; then also ask the fixed questions.
     """
-    file, times = cluster.installation.folder / "outcomes", dict[str, float]()
+    file = cluster.installation.folder / "outcomes"
     acknowledged = Acknowledgements(file, [config.task for config in tasks])
     for config in tasks:
         cluster.submit(config)
     with Stalls(HEARTBEAT_S, cluster.pids) as stalls, cluster.load(file, tasks, _DEVICES) as load:
         acknowledged.until(10, 0.0, RECOVER_S, "the start")
-        recoveries = play(_timed(faults, times), acknowledged, RECOVER_S)
+        recoveries = play(faults, acknowledged, cluster.versions(tasks), limits)
         acknowledged.until(10, time.time(), RECOVER_S, "the last fault")
         load.send_signal(signal.SIGTERM)
         assert load.wait(_END_S) == 0
-    if asks:
-        _ask_questions(cluster, times)
+    if asks_since is not None:
+        _ask_questions(cluster, asks_since)
     for server in cluster.installation.servers:
         assert server.stop() == 0
     say(in_words(recoveries, stalls.longest_s, HEARTBEAT_S))
@@ -81,7 +100,7 @@ def _timed(faults: Sequence[Fault], times: dict[str, float]) -> list[Fault]:
     return [timed(fault) for fault in faults]
 
 
-def _ask_questions(cluster: Loopback, began: dict[str, float]) -> None:
+def _ask_questions(cluster: Loopback, began: Mapping[str, float]) -> None:
     """Each answer is compared with the rows, or with what this test has done."""
     admin = cluster.admin(cluster.coordinators[0])
 
@@ -112,28 +131,62 @@ def _ask_questions(cluster: Loopback, began: dict[str, float]) -> None:
 def test_six_faults_lose_and_double_nothing(tmp_path: Path) -> None:
     say(f"seed: PAPAYA_CHAOS_SEED={_SEED}")
     with loopback(tmp_path) as cluster:
-        faults = cluster.faults(Random(_SEED))
-        verdicts = _judged(cluster, (CLEAR, MASKED), faults, asks=True)
+        rng, began = Random(_SEED), dict[str, float]()
+        faults = overlapping(_timed(cluster.faults(rng), began), rng)
+        assert len(faults) < 6, "some are in progress at the same time"
+        verdicts = _judged(cluster, (CLEAR, MASKED), faults, asks_since=began)
     for task, verdict in verdicts.items():
         assert verdict.problems == [], f"{task}, seed {_SEED}"
         assert verdict.lost == 0, "no TSA was killed"
         assert verdict.told["counted"].total() >= 20
 
 
+# -- bugs of the servers that must be noticed --------------------------------------------------
+
+
+@contextmanager
+def _with_bug(folder: Path, bug: str | None) -> Iterator[Loopback]:
+    program, variables = PAPAYA, {}
+    if bug is not None:
+        program, variables = PLANTED, {VARIABLE: bug, "PYTHONPATH": str(_ROOT)}
+    with loopback(folder, program, **variables) as cluster:
+        yield cluster
+
+
+# Buffers are filled slowly, so that each fault finds records.
+_SLOWLY = structs.replace(CLEAR, regime=AsyncFL(aggregation_goal=32), commit_interval_s=0.02)
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("bug", [None, *BUGS])
+@pytest.mark.parametrize("bug", [None, "acknowledged-before-commit"])
 def test_the_oracle_finds_updates_that_were_acknowledged_too_early(
     tmp_path: Path, bug: str | None
 ) -> None:
-    # Buffers are filled slowly, so that each kill finds records that are not written yet.
-    config = structs.replace(CLEAR, regime=AsyncFL(aggregation_goal=32), commit_interval_s=0.02)
-    program, variables = PAPAYA, {}
-    if bug is not None:
-        program, variables = _PLANTED, {VARIABLE: bug, "PYTHONPATH": str(_ROOT)}
-    with loopback(tmp_path, program, **variables) as cluster:
+    with _with_bug(tmp_path, bug) as cluster:
         faults = [cluster.kill_holder(HEARTBEAT_S) for _ in range(4)]
-        verdict = _judged(cluster, (config,), faults)[config.task]
-    if bug is None:
-        assert verdict.problems == []
-    else:
-        assert any("told 'counted': counted 0 times" in each for each in verdict.problems)
+        verdict = _judged(cluster, (_SLOWLY,), faults)[CLEAR.task]
+    assert _is_lost(verdict) == (bug is not None), verdict.problems
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("bug", [None, "unknown-transaction-repeated"])
+def test_the_oracle_finds_a_transaction_that_was_repeated(tmp_path: Path, bug: str | None) -> None:
+    with _with_bug(tmp_path, bug) as cluster:
+        faults = [cluster.kill_database(HEARTBEAT_S) for _ in range(8)]
+        verdict = _judged(cluster, (_SLOWLY,), faults)[CLEAR.task]
+    assert _is_lost(verdict) == (bug is not None), verdict.problems
+
+
+def _is_lost(verdict: Verdict) -> bool:
+    return any("told 'counted': counted 0 times" in each for each in verdict.problems)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("bug", [None, "versions-delayed"])
+def test_versions_that_are_late_after_a_fault_are_noticed(tmp_path: Path, bug: str | None) -> None:
+    limits = Limits(acknowledge_s=RECOVER_S, version_s=VERSION_DELAY_S / 2)
+    noticed: AbstractContextManager[object] = nullcontext()
+    if bug is not None:
+        noticed = pytest.raises(NotRecovered, match="updates are counted, but no version was made")
+    with _with_bug(tmp_path, bug) as cluster, noticed:
+        _judged(cluster, (CLEAR,), [cluster.kill_holder(HEARTBEAT_S)], limits=limits)

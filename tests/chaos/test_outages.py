@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from tests.chaos.faults import Acknowledgements, Fault, Stalls, play, say
-from tests.chaos.loopback import CLEAR, HEARTBEAT_S, MASKED, RECOVER_S, Loopback, loopback
+from tests.chaos.loopback import CLEAR, HEARTBEAT_S, LIMITS, MASKED, RECOVER_S, Loopback, loopback
 from tests.chaos.oracle import judge, read_outcomes
 
 pytestmark = pytest.mark.soak
@@ -37,7 +37,7 @@ def _over(folder: Path, outage: Callable[[Loopback], Fault], training_s: float =
             acknowledged.until(10, 0.0, RECOVER_S, "the start")
             before = cluster.fences()
             with Stalls(HEARTBEAT_S, cluster.pids) as stalls:
-                [recovery] = play([outage(cluster)], acknowledged, RECOVER_S)
+                [recovery] = play([outage(cluster)], acknowledged, cluster.versions(_TASKS), LIMITS)
             acknowledged.until(10, time.time(), RECOVER_S, "the outage")
             assert cluster.fences() == before, "a task has moved"
             load.send_signal(signal.SIGTERM)
