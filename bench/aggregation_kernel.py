@@ -8,6 +8,9 @@ pieces, without a kernel around them, and may cost a tenth more. Check and fold 
 eight, as an aggregator's thread does it, may take as long as reading an update seven times: 10 ms,
 an earlier target, at the speed of reading published before (15 GB/s).
 
+Masked updates are folded by two threads, each into a sum of its own, as an aggregator with two
+cores does it. They must gain at least 0.8 of what two threads gain that only add the same bytes.
+
 Things that are compared take turns, and the best of several turns counts, because machines are
 noisy. Run as `python bench/aggregation_kernel.py`; prints one JSON line per case with value, target
 and whether it passed. A wrong result exits with 1; a slow one is only reported.
@@ -18,18 +21,26 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numba import njit
 
+from papaya.aggregator.masked_sum import MaskedSum
 from papaya.aggregator.shards import Shards, UploadChunks
-from papaya.aggregator.work import Fold, Snapshot
-from papaya.config import AsyncFL, TaskConfig
+from papaya.aggregator.work import Fold, Snapshot, StockedOffer
+from papaya.config import AsyncFL, SecureAggregation, TaskConfig
 from papaya.learning.kernels import NUMPY, Kernel, compiled
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.weighting import WeightedSum
+from papaya.messages.participation import SecureOffer
+from papaya.secagg.parameters import EXTRA_WORDS, PublicParameters
+from papaya.secagg.unmask import TakeBlock
+from papaya.secagg.words import WORD
 
 MODEL_BYTES = 20 << 20
 CHUNK_BYTES = 1 << 20
@@ -38,9 +49,12 @@ STREAMS = 8
 TURNS = 25
 TARGETS = {"numpy": 0.9, "numba": 0.6}
 FOLD_READS = 7.0
+PARALLEL = 0.8
 CONFIG = TaskConfig(
     task="bench", concurrency=100, model_length=LENGTH, regime=AsyncFL(100), clip=1e6
 )
+
+MASKED = replace(CONFIG, secure_aggregation=SecureAggregation(), clip=1.0, max_examples=1)
 
 
 @njit(nogil=True, fastmath=True)
@@ -168,12 +182,85 @@ def bench_fold(uploads: list[UploadChunks], updates: list[Vector], kernel: Kerne
         report(case, ratio, FOLD_READS, ratio <= FOLD_READS, ms=each_s * 1e3)
 
 
+class NoTsa:
+    """Accepts every seed."""
+
+    def accept(self, parameters: PublicParameters, index: int, group: int, sealed: bytes) -> None:
+        pass
+
+    def offers(
+        self, parameters: PublicParameters, count: int
+    ) -> tuple[tuple[StockedOffer, ...], SecureOffer]:
+        raise NotImplementedError
+
+    def release(
+        self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
+    ) -> None:
+        raise NotImplementedError
+
+    def forget(self, parameters: PublicParameters) -> None:
+        raise NotImplementedError
+
+
+def bench_masked_folds(uploads: list[UploadChunks]) -> None:
+    """What two threads gain over one, masked updates ÷ bare additions."""
+    extra = bytes(4 * EXTRA_WORDS)
+    masked = [{**upload, MODEL_BYTES: memoryview(extra)} for upload in uploads]
+    works = [Fold(MASKED, 1, 1, f"s{i}", 1, 0, offer=i) for i in range(STREAMS)]
+    given = list(zip(works, masked, strict=True))
+    shards = Shards(2, lock=Lock, tsa=NoTsa())
+    half = STREAMS // 2
+    totals = [np.zeros(LENGTH, WORD) for _ in range(2)]
+    words = [[np.frombuffer(chunk, WORD) for chunk in upload.values()] for upload in uploads]
+
+    def fold(shard: int, some: slice) -> None:
+        folded = shards.fold_all(given[some], shard)
+        require(all(each.refused is None for each in folded), "a masked update was refused")
+
+    def add(shard: int, some: slice) -> None:
+        for pieces in words[some]:
+            for start, piece in enumerate(pieces):
+                part = totals[shard][start * piece.size :][: piece.size]
+                np.add(part, piece, out=part)
+
+    first, second, everything = slice(half), slice(half, None), slice(None)
+    fold(0, first)
+    fold(1, second)
+    snapshotted, [(_, blob)] = shards.snapshot(Snapshot("bench", 1, (1,)))
+    found = MaskedSum.decode(blob, LENGTH + EXTRA_WORDS)
+    expected = sum(np.concatenate(pieces) for pieces in words)
+    require(np.array_equal(found.vector[:LENGTH], expected), "the masked sum of two threads")
+    require(snapshotted.sums[0].weight == STREAMS, "the number of masked updates")
+    with ThreadPoolExecutor(2) as threads:
+
+        def by_two(work: Callable[[int, slice], None]) -> None:
+            for done in [threads.submit(work, 0, first), threads.submit(work, 1, second)]:
+                done.result()
+
+        one_s, two_s, bare_one_s, bare_two_s = best_s(
+            lambda: fold(0, everything),
+            lambda: by_two(fold),
+            lambda: add(0, everything),
+            lambda: by_two(add),
+        )
+    gain, bare = one_s / two_s, bare_one_s / bare_two_s
+    report(
+        "masked folds: gain of a second thread ÷ that of bare additions",
+        gain / bare,
+        PARALLEL,
+        gain / bare >= PARALLEL,
+        gain=gain,
+        bare_gain=bare,
+    )
+
+
 def main() -> None:
     updates = [integers(seed) for seed in range(STREAMS)]
     uploads = [chunks(update) for update in updates]
     bench_kernels(updates, uploads)
     for kernel in (NUMPY, compiled()):
         bench_fold(uploads, updates, kernel)
+    bench_masked_folds(uploads)
 
 
 if __name__ == "__main__":
