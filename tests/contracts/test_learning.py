@@ -268,7 +268,6 @@ def test_a_client_gives_the_same_bits_in_any_batch(
 def test_the_compiled_loop_is_the_numpy_one_within_rounding(
     kind: type[LanguageWorkload], language: Language, sgd: ClientSGD
 ) -> None:
-    pytest.importorskip("numba")
     fast, slow = (kind(POPULATION, language, kernel=kernel) for kernel in ("fastest", "numpy"))
     models, clients = some_models(slow, 2), some_clients(30)
     start = np.arange(30) % 2

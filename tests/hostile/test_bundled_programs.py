@@ -16,7 +16,6 @@ from papaya.bundle import archive
 from papaya.bundle.errors import BundleError
 from papaya.bundle.head import COMPILED_FILE, BundleHead
 from papaya.bundle.manifest import BlobRef, TaskManifest
-from papaya.device import confinement
 from papaya.device.bundles import Bundle, BundleStore
 from papaya.device.example_store import ExampleStore
 from papaya.device.owners import OwnerPolicy
@@ -34,6 +33,7 @@ from papaya.learning.executorch.program_file import (
 from papaya.learning.frozen_file import FrozenTensor, decode_frozen, encode_frozen
 from papaya.learning.parameters import FLOAT32, encode
 from papaya.messages.base import BlobKey
+from tests.confined import needs_confinement
 from tests.unit.bundle.builders import KEY, NOW, a_lease, a_manifest, public
 from tests.unit.learning.executorch.small_program import EXAMPLES, program_bytes, program_file
 
@@ -254,11 +254,6 @@ class Devices:
         self.runner.run(self._sandbox.close())
 
 
-confined = pytest.mark.skipif(
-    confinement.missing() is not None, reason=f"cannot confine: {confinement.missing()}"
-)
-
-
 @pytest.fixture(scope="module")
 def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
     with asyncio.Runner() as runner:
@@ -323,7 +318,7 @@ def nothing(program: Any) -> None:
     pass
 
 
-@confined
+@needs_confinement
 def test_a_program_that_loops_ends_with_its_time(devices: Devices) -> None:
     bundle = devices.add(crafted(loops), task="loops")
     # The runtime itself gives up after ten million instructions, if it is fast enough.
@@ -332,7 +327,7 @@ def test_a_program_that_loops_ends_with_its_time(devices: Devices) -> None:
         devices.train(bundle, timeout_s=4.0)
 
 
-@confined
+@needs_confinement
 def test_a_program_that_aborts_its_process_has_a_reason_and_harms_no_other(
     devices: Devices,
 ) -> None:
@@ -342,21 +337,21 @@ def test_a_program_that_aborts_its_process_has_a_reason_and_harms_no_other(
     assert any(devices.train(devices.add(program_bytes(), task="next")))
 
 
-@confined
+@needs_confinement
 def test_a_program_that_returns_nan_uploads_nothing(devices: Devices) -> None:
     bundle = devices.add(crafted(returns_nan), task="nan")
     with pytest.raises(OperatorError, match=r"training diverged: .* not finite"):
         devices.train(bundle)
 
 
-@confined
+@needs_confinement
 def test_a_program_that_lies_about_its_outputs_is_refused(devices: Devices) -> None:
     bundle = devices.add(crafted(has_another_output), task="outputs")
     with pytest.raises(OperatorError, match=r"output 1 of the program is not float32 of shape"):
         devices.train(bundle)
 
 
-@confined
+@needs_confinement
 @pytest.mark.parametrize(
     ("change", "header", "manifest", "problem"),
     [
@@ -384,14 +379,14 @@ def test_what_cannot_be_trained_is_refused_before_the_device_takes_a_place(
     assert not devices.trainer.knows(bundle.run)
 
 
-@confined
+@needs_confinement
 def test_another_batch_size_than_that_of_the_program_is_refused(devices: Devices) -> None:
     client = structs.replace(program_file().header.client, batch_size=5)
     with pytest.raises(BundleError, match="has a batch size of 4, the manifest says 5"):
         devices.add(program_bytes(), client=client)
 
 
-@confined
+@needs_confinement
 def test_a_field_that_lies_about_its_size_is_refused(devices: Devices) -> None:
     """It would give the program other inputs than it was compiled for."""
     fields = (Numbers(1), Numbers(1, start=2))
@@ -400,7 +395,7 @@ def test_a_field_that_lies_about_its_size_is_refused(devices: Devices) -> None:
         devices.train(bundle)
 
 
-@confined
+@needs_confinement
 def test_a_revision_that_cannot_be_loaded_leaves_the_one_before_it(devices: Devices) -> None:
     bundle = devices.add(program_bytes(), task="revised")
     later = devices.bundle(crafted(has_small_buffers), task="revised", revision=4)
@@ -409,7 +404,7 @@ def test_a_revision_that_cannot_be_loaded_leaves_the_one_before_it(devices: Devi
     assert any(devices.train(bundle))
 
 
-@confined
+@needs_confinement
 def test_flipped_bits_with_the_right_digests_harm_only_their_job(devices: Devices) -> None:
     """As a hostile owner could sign them. Some of these abort the process that loads them."""
     rng, file = Random(1), program_file()

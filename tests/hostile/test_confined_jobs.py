@@ -19,7 +19,6 @@ from papaya.bundle import archive
 from papaya.bundle.errors import BundleError
 from papaya.bundle.head import BundleHead
 from papaya.bundle.manifest import BlobRef, TaskManifest
-from papaya.device import confinement
 from papaya.device.bundles import Bundle, BundleStore
 from papaya.device.executor import Job, JobFailed, TaskFile
 from papaya.device.owners import OwnerPolicy
@@ -29,11 +28,10 @@ from papaya.errors import OperatorError
 from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import encode
+from tests.confined import needs_confinement
 from tests.unit.bundle.builders import KEY, NOW, a_lease, a_manifest, public
 
-pytestmark = pytest.mark.skipif(
-    confinement.missing() is not None, reason=f"cannot confine: {confinement.missing()}"
-)
+pytestmark = needs_confinement
 
 T = TypeVar("T")
 

@@ -17,7 +17,6 @@ from papaya.bundle.head import BundleHead
 from papaya.bundle.manifest import TaskManifest
 from papaya.cli.task.signing import BundleBlobs, blob_ref, first_manifest
 from papaya.cli.task.submit import bundle_blobs
-from papaya.device import confinement
 from papaya.device.bundles import Bundle, BundleStore
 from papaya.device.example_store import ExampleStore
 from papaya.device.executor import EngineName
@@ -33,11 +32,10 @@ from papaya.learning.task import LoadedTask, load_task
 from papaya.learning.torch.engine import TorchEngine
 from papaya.learning.torch.export import compile_task
 from papaya.messages.base import BlobKey
+from tests.confined import needs_confinement
 from tests.unit.bundle.builders import KEY, NOW, PIN, a_lease, public
 
-pytestmark = pytest.mark.skipif(
-    confinement.missing() is not None, reason=f"cannot confine: {confinement.missing()}"
-)
+pytestmark = needs_confinement
 
 ROWS = 4400  # 18 MB of float32
 LORA = f"""

@@ -15,11 +15,10 @@ from pathlib import Path
 from uuid import uuid4
 
 import numpy as np
-import pytest
 from safetensors.numpy import load_file
 
-from papaya.device import confinement
 from papaya.learning.task import load_task
+from tests.confined import needs_confinement
 
 ROOT = Path(__file__).parents[2]
 DEMO = [sys.executable, "-m", "papaya", "demo"]
@@ -73,7 +72,7 @@ def left_behind(mark: str) -> list[str]:
     return found
 
 
-@pytest.mark.skipif(confinement.missing() is not None, reason="devices refuse signed programs")
+@needs_confinement
 def test_a_short_demo_learns_without_torch_and_leaves_only_its_results(tmp_path: Path) -> None:
     mark, output, watch = uuid4().hex, tmp_path / "results", tmp_path / "watch"
     watch.mkdir()

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from papaya.cli.demo.demo import write_trust
 from papaya.cli.owner import create_key
-from papaya.device import confinement
+from tests.confined import needs_confinement
 from tests.system.admin import Admin
 from tests.system.processes import Installation, run_to_the_end
 from tests.unit.learning.executorch.small_program import EXAMPLES, SOURCE, program_bytes
@@ -131,7 +131,7 @@ def test_training_the_model_of_the_demo_takes_little_memory(
     assert float(package.run("-c", TRAIN, str(program))) < MAX_TRAINING_MB
 
 
-@pytest.mark.skipif(confinement.missing() is not None, reason="devices refuse signed programs")
+@needs_confinement
 def test_its_devices_take_part_in_a_secure_task(package: DevicePackage, tmp_path: Path) -> None:
     """They know only the owner's key: the program comes in a signed bundle."""
     source, key, owners = (tmp_path / name for name in ("sums.py", "owner.key", "owners.toml"))

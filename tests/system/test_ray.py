@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import ray
 
 import papaya
 from papaya.sim.jobs import SharedFiles, mapping
 from papaya.study.experiments.reproduce import as_data, reproduce
 from tests.unit.study.experiments.test_reproduce import TOY, a_corpus
 
-ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]
 
 SETTINGS: dict[str, Any] = {

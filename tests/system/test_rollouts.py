@@ -13,16 +13,12 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from papaya.device import confinement
+from tests.confined import needs_confinement
 from tests.system.processes import Installation, Toml
 from tests.system.test_signed_tasks import CALM, STEP_S, SignedWorld
 from tests.unit.server.test_webhooks import Receiver
 
-pytestmark = pytest.mark.skipif(
-    confinement.missing() is not None, reason=f"cannot confine: {confinement.missing()}"
-)
+pytestmark = needs_confinement
 
 KEY = "a-key-that-only-the-receiver-has-too"
 # With a rate of 100 every step multiplies the error: training goes on, and the model is useless.

@@ -9,17 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from papaya.cli.demo.demo import write_trust
-from papaya.device import confinement
 from papaya.device.executor import EngineName
+from tests.confined import needs_confinement
 from tests.system.admin import Admin
 from tests.system.processes import PAPAYA, Installation, ServerProcess, Toml, run_to_the_end
 
-pytestmark = pytest.mark.skipif(
-    confinement.missing() is not None, reason=f"cannot confine: {confinement.missing()}"
-)
+pytestmark = needs_confinement
 
 STEP_S = 240.0
 CALM: dict[str, Toml] = {"heartbeat_s": 1.0}

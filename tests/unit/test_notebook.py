@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
+import pandas
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "simulate.ipynb"
 
 
 def test_the_notebook_runs_and_learns() -> None:
     """Its code cells in order, as a kernel would run them; a last expression is shown."""
-    pandas = pytest.importorskip("pandas")
     content = json.loads(NOTEBOOK.read_text())
     cells = ["".join(c["source"]) for c in content["cells"] if c["cell_type"] == "code"]
     assert not any(c.get("outputs") for c in content["cells"]), "outputs are not kept"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -244,10 +246,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedTask, Library
     path = folder / "small.py"
     path.write_text(TASK)
     loaded = load_task(path)
-    try:
-        return loaded, compile_gradient(loaded.task, rows_of(0, 4), folder)
-    except CannotCompile as error:  # no C++ compiler on this machine
-        pytest.skip(str(error))
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("needs a C++ compiler: apt-get install g++")
+    return loaded, compile_gradient(loaded.task, rows_of(0, 4), folder)
 
 
 def with_client(loaded: LoadedTask, client: ClientSGD) -> LoadedTask:

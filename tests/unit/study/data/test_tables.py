@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 from msgspec import structs
 
@@ -18,7 +19,6 @@ from papaya.study.data.partition import ByColumn, Dirichlet, LabelShards, Partit
 from papaya.study.data.source import Memory
 from papaya.study.data.tables import table_source
 
-pandas = pytest.importorskip("pandas")
 ROWS = 600
 LABELS = 5
 
@@ -68,7 +68,8 @@ def test_all_kinds_of_tables_give_the_same_examples(tmp_path: Path) -> None:
 
 
 def test_hugging_face_datasets_give_the_same_examples(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets  # slow
+
     datasets.disable_progress_bars()
     frame = a_frame()
     dataset = datasets.Dataset.from_dict({name: frame[name].tolist() for name in frame})
