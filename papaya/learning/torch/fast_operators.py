@@ -3,6 +3,8 @@
     convolution              the product of a matrix of shifted inputs and the weights
     its backward             two products; the shifted gradients are added
     max_pool2d, backward     the maximum of a few strided views
+    addmm                    a product; what is added is fused with what follows
+    softmax of attention     one pass for its maximum, one for its sum
 
 Inductor fuses the shifts, maxima and sums with what surrounds them and keeps channels innermost,
 which a call into a library does not. Results are the same up to rounding; the gradient of a
@@ -71,7 +73,7 @@ def _convolution(
     if not _is_simple(weight, stride, padding, dilation, transposed, groups):
         return NotImplemented
     columns, matrix = _columns(image, weight, padding), _as_matrix(weight)
-    product = columns @ matrix if bias is None else torch.addmm(bias, columns, matrix)
+    product = columns @ matrix if bias is None else _addmm(bias, columns, matrix)
     height = image.shape[2] + 2 * padding[0] - weight.shape[2] + 1
     width = image.shape[3] + 2 * padding[1] - weight.shape[3] + 1
     return product.view(image.shape[0], height, width, weight.shape[0]).permute(0, 3, 1, 2)
@@ -198,7 +200,28 @@ def _max_pool_backward(
     return _ATEN.constant_pad_nd(whole, [0, right, 0, below])
 
 
+def _addmm(added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    """A library's addmm first copies what is added to every row. Inductor would make an addmm of a
+    product and an addition again, but not of a subtraction, which rounds in the same way.
+    """
+    if beta != 1 or alpha != 1:
+        return NotImplemented
+    return left @ right - (-added)
+
+
+def _safe_softmax(inputs: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """As torch's, with zeros where all inputs are -inf, but without a second look at the inputs."""
+    if dtype not in (None, inputs.dtype):
+        return NotImplemented
+    most = inputs.amax(dim, keepdim=True)
+    powers = torch.exp(inputs - torch.where(most == -torch.inf, 0.0, most))
+    total = powers.sum(dim, keepdim=True)
+    return powers / torch.where(total == 0, 1.0, total)
+
+
 FAST_OPERATORS: Final[dict[Any, Callable[..., Any]]] = {
+    _ATEN.addmm.default: _addmm,
+    _ATEN._safe_softmax.default: _safe_softmax,
     _ATEN.convolution.default: _convolution,
     _ATEN.convolution_backward.default: _convolution_backward,
     _ATEN.max_pool2d_with_indices.default: _max_pool,
