@@ -35,9 +35,14 @@ def training_batches(
     examples: Sequence[bytes], client: ClientSGD, seed: int, step_done: StepDone = unwatched
 ) -> Iterator[list[bytes]]:
     """The batches of all epochs, in an order drawn from the seed."""
-    rng = np.random.default_rng(seed)
-    orders = (rng.permutation(len(examples)) for _ in range(client.epochs))
+    orders = training_orders(len(examples), client, seed)
     return _batches(examples, orders, client.steps(len(examples)), client.batch_size, step_done)
+
+
+def training_orders(examples: int, client: ClientSGD, seed: int) -> Iterator[npt.NDArray[np.int64]]:
+    """The order of the examples in each epoch."""
+    rng = np.random.default_rng(seed)
+    return (rng.permutation(examples) for _ in range(client.epochs))
 
 
 def evaluation_batches(

@@ -41,18 +41,22 @@ class TorchClientOptimizer:
         self._counts = [0] * len(values)
 
     def step(self, gradients: Sequence[Tensor | None]) -> None:
+        with torch.no_grad():
+            self.step_without_graph(gradients)
+
+    def step_without_graph(self, gradients: Sequence[Tensor | None]) -> None:
+        """For a caller that has switched gradients off already."""
         client = self._client
         rate = client.rate_at(self._done, self._steps)
         self._done += 1
-        with torch.no_grad():
-            if client.proximal:
-                gradients = self._with_proximal_term(gradients, client.proximal)
-            if client.max_gradient_norm:
-                gradients = _bounded(gradients, client.max_gradient_norm)
-            step = self._adam if client.optimizer else self._sgd
-            for index, gradient in enumerate(gradients):
-                if gradient is not None:
-                    step(index, gradient, rate)
+        if client.proximal:
+            gradients = self._with_proximal_term(gradients, client.proximal)
+        if client.max_gradient_norm:
+            gradients = _bounded(gradients, client.max_gradient_norm)
+        step = self._adam if client.optimizer else self._sgd
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                step(index, gradient, rate)
 
     def _with_proximal_term(
         self, gradients: Sequence[Tensor | None], proximal: float

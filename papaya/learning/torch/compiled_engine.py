@@ -5,90 +5,194 @@ the compiled one (compiled_gradient.py), and the parameters are one vector, so t
 optimizer is a few operations whatever the number of tensors. A batch of another form than the
 compiled one, such as a single example, takes PyTorch's own gradient.
 
-Losses are looked at after the last step instead of after each: a client that diverges is refused
-all the same, a few steps later.
+What surrounds the steps is done for many clients together: their examples are read and put into the
+order of their batches at once, and losses and models are checked after the last client. Steps are
+those of one client after the other, from parameters and batches that start at a multiple of 64
+bytes: products of matrices round differently at other addresses. So an update has the same bits
+whichever clients are trained together.
+
+A client that diverges is refused all the same, a few clients later.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
+import gc
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import Final
+from itertools import chain
+from math import gcd
+from typing import Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from papaya.learning.client_training import (
-    StepDone,
     diverged,
     training_batches,
-    unwatched,
-    update_bytes,
+    training_orders,
     used_examples,
 )
-from papaya.learning.parameters import Vector
+from papaya.learning.parameters import FLOAT32, Vector, is_finite
 from papaya.learning.task import LoadedTask
 from papaya.learning.torch.client_optimizer import TorchClientOptimizer
 from papaya.learning.torch.compiled_gradient import CompiledGradient, Library, flat_gradient
 from papaya.learning.torch.engine import TorchEngine
 from papaya.learning.torch.module import Batch, batch_loss, read_batch, seeded
 
+_LINE: Final = 64  # bytes; torch allocates tensors at multiples of it
+_READ_TOGETHER: Final = 4 << 20  # bytes of examples, about as many as stay in a cache
 _TRIM_THRESHOLD: Final = -1  # of mallopt(3)
 _MMAP_THRESHOLD: Final = -3
 _MOST: Final = (1 << 31) - 1
 
 
+class ClientJob(Protocol):
+    """What one client trains on, and from which model; the seed draws its batches."""
+
+    @property
+    def model(self) -> Vector: ...
+
+    @property
+    def examples(self) -> Sequence[bytes]: ...
+
+    @property
+    def seed(self) -> int: ...
+
+
 class CompiledEngine(TorchEngine):
-    """A TorchEngine whose `train` uses a compiled gradient."""
+    """A TorchEngine that also trains many clients, with a compiled gradient."""
 
     def __init__(self, loaded: LoadedTask, library: Library) -> None:
         super().__init__(loaded)
         _keep_freed_memory()
         self._compiled = CompiledGradient(library, self._module)
+        self._trained = torch.empty(self.manifest.length)
 
-    def train(
-        self,
-        parameters: Vector,
-        examples: Sequence[bytes],
-        seed: int,
-        step_done: StepDone = unwatched,
-        *,
-        is_clipped: bool = True,
-    ) -> tuple[bytes, int]:
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the compiled gradient is that of this task's clients.
+
+        It is float32. A parameter without a gradient is not decayed; in one vector it would be.
+        """
         client = self.task.client
-        if client.precision or (client.weight_decay and self._compiled.library.is_partial):
-            # A parameter without a gradient is not decayed; in one vector it would be. The compiled
-            # gradient is float32.
-            return super().train(parameters, examples, seed, step_done, is_clipped=is_clipped)
-        used = used_examples(examples, client)
-        trained = torch.from_numpy(parameters.copy())
-        optimizer = TorchClientOptimizer(client, [trained], client.steps(len(used)))
-        losses = []
-        # What is compiled draws no random numbers; a function that makes batches may.
-        with seeded(seed) if callable(self.task.batch) else nullcontext():
-            for chosen in training_batches(used, client, seed, step_done):
-                loss, gradient = self._gradient(trained, read_batch(self.task, chosen), len(chosen))
-                optimizer.step([gradient])
-                losses.append(loss)
-        if not all(math.isfinite(loss.item()) for loss in losses):
-            raise diverged("loss")
-        clip = self.task.clip if is_clipped else None
-        return update_bytes(trained.numpy(), parameters, clip), len(used)
+        decays_too_much = client.weight_decay and self._compiled.library.is_partial
+        return not client.precision and not decays_too_much
 
-    def _gradient(self, parameters: Tensor, batch: Batch, examples: int) -> tuple[Tensor, Tensor]:
-        if self._compiled.takes(batch):
-            return self._compiled(parameters, batch)
+    @torch.no_grad()
+    @np.errstate(over="ignore", invalid="ignore")
+    def train_all(self, jobs: Sequence[ClientJob]) -> npt.NDArray[np.float32]:
+        """A row for each client: its update, before it is clipped."""
+        with _without_collector():
+            return self._train_all(jobs)
+
+    def _train_all(self, jobs: Sequence[ClientJob]) -> npt.NDArray[np.float32]:
+        updates = np.empty((len(jobs), self.manifest.length), FLOAT32)
+        batches = chain.from_iterable(map(self._batches, _read_together(jobs)))
+        losses: list[Tensor] = []
+        trained = self._trained.numpy()
+        for row, job, of_client in zip(updates, jobs, batches, strict=True):
+            np.copyto(trained, job.model)
+            self._steps(of_client, losses)
+            np.subtract(trained, job.model, out=row)
+        if losses and not bool(torch.stack(losses).isfinite().all()):
+            raise diverged("loss")
+        if not is_finite(updates):
+            raise diverged("model")
+        return updates
+
+    def _steps(self, batches: Sequence[Batch], losses: list[Tensor]) -> None:
+        """Train on these batches and note their losses."""
+        optimizer = TorchClientOptimizer(self.task.client, [self._trained], len(batches))
+        for batch in batches:
+            gradient = self._compiled if self._is_compiled_for(batch) else self._eager
+            loss, step = gradient(self._trained, batch)
+            optimizer.step_without_graph([step])
+            losses.append(loss)
+
+    def _is_compiled_for(self, batch: Batch) -> bool:
+        if callable(self.task.batch):
+            return self._compiled.takes(batch)
+        return bool(batch[0].shape[0] >= self._compiled.library.least_examples)
+
+    def _eager(self, parameters: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         self._set(parameters.numpy())
         self._module.train()
         values = self._parts.shared_parameters
         with torch.enable_grad():
-            loss = batch_loss(self.task, self._module, batch, examples)
+            loss = batch_loss(self.task, self._module, batch, len(batch[0]))
             gradients = torch.autograd.grad(loss, values, allow_unused=True)
         return loss.detach(), flat_gradient(values, gradients)
+
+    def _batches(self, jobs: Sequence[ClientJob]) -> Iterator[list[Batch]]:
+        """The batches of each client, in the order of its steps."""
+        client = self.task.client
+        used = [used_examples(job.examples, client) for job in jobs]
+        if callable(self.task.batch):
+            for examples, job in zip(used, jobs, strict=True):
+                with seeded(job.seed):  # a function that makes batches may draw numbers
+                    chosen = training_batches(examples, client, job.seed)
+                    batches = [read_batch(self.task, some) for some in chosen]
+                yield batches
+            return
+        columns = read_batch(self.task, list(chain.from_iterable(used)))
+        unit = max(map(_rows_per_line, columns))
+        # Rows of the columns; the gaps between batches repeat row 0.
+        places: list[npt.NDArray[np.int64]] = []
+        sizes: list[int] = []  # of a batch and of the gap after it, in turn
+        gaps = np.zeros(unit, np.int64)
+        start = 0
+        for examples, job in zip(used, jobs, strict=True):
+            for order in training_orders(len(examples), client, job.seed):
+                rows = order + start
+                for first in range(0, len(rows), client.batch_size):
+                    batch = rows[first : first + client.batch_size]
+                    gap = -len(batch) % unit
+                    places += (batch, gaps[:gap])
+                    sizes += (len(batch), gap)
+            start += len(examples)
+        index = torch.from_numpy(np.concatenate(places))
+        ordered = (column.index_select(0, index) for column in columns)
+        parts = zip(*(column.split(sizes)[::2] for column in ordered), strict=True)
+        for examples in used:
+            yield [next(parts) for _ in range(client.steps(len(examples)))]
+
+
+def _read_together(jobs: Sequence[ClientJob]) -> Iterator[list[ClientJob]]:
+    """Neighbours whose examples have about `_READ_TOGETHER` bytes."""
+    some: list[ClientJob] = []
+    size = 0
+    for job in jobs:
+        some.append(job)
+        size += len(job.examples) * len(job.examples[0]) if job.examples else 0
+        if size >= _READ_TOGETHER:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _rows_per_line(column: Tensor) -> int:
+    """The least number of rows that ends at a multiple of `_LINE` bytes."""
+    return _LINE // gcd(_LINE, column.element_size() * column[0].numel())
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Python's collector of cycles looks at all objects of torch every few hundred batches, which
+    took a fifth of the time of small models. Training makes no cycles.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @cache

@@ -62,11 +62,13 @@ class Library(NamedTuple):
 
     `form`: dtype and shape of the tensors of a batch, apart from the number of examples.
     `is_partial`: whether some parameters never get a gradient.
+    `least_examples`: of a batch.
     """
 
     path: Path
     form: Form
     is_partial: bool
+    least_examples: int = _LEAST_EXAMPLES
 
 
 class CompiledGradient:
@@ -82,14 +84,9 @@ class CompiledGradient:
 
     def takes(self, batch: Batch) -> bool:
         """Whether this is a batch as the library was compiled for."""
-        form = self.library.form
-        return len(batch) == len(form) and all(
-            isinstance(value, Tensor)
-            and value.dtype is kind
-            and value.shape[1:] == shape
-            and len(value) >= _LEAST_EXAMPLES
-            for value, (kind, shape) in zip(batch, form, strict=True)
-        )
+        if _form(batch) != self.library.form:
+            return False
+        return min(map(len, batch)) >= self.library.least_examples
 
     def __call__(self, parameters: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss and its gradient, both without a graph."""
@@ -118,7 +115,12 @@ def compile_gradient(task: Task, examples: Sequence[bytes], folder: Path) -> Lib
     if not path.exists():
         _compile(traced, path)
     library = Library(path, form, traced.is_partial)
-    _check(CompiledGradient(library, module), task, module, batch)
+    compiled = CompiledGradient(library, module)
+    for size in (len(examples), _LEAST_EXAMPLES):
+        if not (error := _error(compiled, task, module, batch, size)) <= TOLERANCE:
+            raise CannotCompile(f"a gradient of {size} examples is off by {error:.1e} of its norm")
+    if _error(compiled, task, module, batch, 1) <= TOLERANCE:
+        return library._replace(least_examples=1)
     return library
 
 
@@ -325,19 +327,18 @@ def _compile(traced: TracedGradient, library: Path) -> None:
         raise CannotCompile(f"compilation failed: {_first_line(error)}") from error
 
 
-def _check(compiled: CompiledGradient, task: Task, module: torch.nn.Module, batch: Batch) -> None:
-    """Against eager PyTorch, on the batch and on its first two examples."""
+def _error(
+    compiled: CompiledGradient, task: Task, module: torch.nn.Module, batch: Batch, size: int
+) -> float:
+    """The distance to eager PyTorch for the first examples of a batch, relative to the gradient."""
     values = parts_of(task, module).shared_parameters
-    for size in (len(batch[0]), _LEAST_EXAMPLES):
-        rows = tuple(value[:size] for value in batch)
-        with torch.enable_grad():
-            loss = batch_loss(task, module, rows, size)
-            gradients = torch.autograd.grad(loss, values, allow_unused=True)
-        expected = flat_gradient(values, gradients)
-        _, found = compiled(_flat(values), rows)
-        error = float((found - expected).norm() / (expected.norm() + _SMALL))
-        if not error <= TOLERANCE:
-            raise CannotCompile(f"a gradient of {size} examples is off by {error:.1e} of its norm")
+    rows = tuple(value[:size] for value in batch)
+    with torch.enable_grad():
+        loss = batch_loss(task, module, rows, size)
+        gradients = torch.autograd.grad(loss, values, allow_unused=True)
+    expected = flat_gradient(values, gradients)
+    _, found = compiled(_flat(values), rows)
+    return float((found - expected).norm() / (expected.norm() + _SMALL))
 
 
 def flat_gradient(values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:

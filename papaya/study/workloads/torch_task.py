@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,6 +43,7 @@ from papaya.learning.definition import ClientSGD
 from papaya.learning.evaluation import summarize
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask
+from papaya.learning.torch.compiled_engine import CompiledEngine
 from papaya.learning.torch.compiled_gradient import Library
 from papaya.learning.torch.engine import TorchEngine
 from papaya.sim.draws import Floats, Ints, splitmix64
@@ -247,11 +248,14 @@ class _Trainer:
             )
             self._engine = self._make(replace(self._loaded, task=plain))
             self._sgd = sgd
+        if isinstance(self._engine, CompiledEngine) and self._engine.is_compiled:
+            with self._blaming((f"device {job.device}", job.examples) for job in jobs):
+                return self._engine.train_all(jobs), [b""] * len(jobs)
         updates = np.empty((len(jobs), self._loaded.manifest.length), FLOAT32)
         states = []
         for row, job in zip(updates, jobs, strict=True):
             self._engine.device_state = job.state
-            with self._blaming(f"device {job.device}", job.examples):
+            with self._blaming([(f"device {job.device}", job.examples)]):
                 update, _ = self._engine.train(job.model, job.examples, job.seed)
             row[:] = np.frombuffer(update, FLOAT32)
             states.append(self._engine.device_state)
@@ -260,8 +264,6 @@ class _Trainer:
     def _make(self, loaded: LoadedTask) -> TorchEngine:
         if self._library is None:
             return TorchEngine(loaded)
-        from papaya.learning.torch.compiled_engine import CompiledEngine  # imports a compiler
-
         return CompiledEngine(loaded, self._library)
 
     def results(self, parameters: Vector, clients: Sequence[_Judged]) -> Floats:
@@ -270,25 +272,26 @@ class _Trainer:
         found = np.empty((len(clients), 1 + len(bounds)))
         for row, client in enumerate(clients):
             examples, self._engine.device_state = client.examples, client.state
-            with self._blaming(f"judged client {row}", examples):
+            with self._blaming([(f"judged client {row}", examples)]):
                 sums = self._engine.evaluate(parameters, examples, len(examples))
             share = summarize(np.frombuffer(sums, FLOAT32), metrics=bounds).all
             found[row] = (share.loss, *share.metrics.values())
         return found
 
     @contextmanager
-    def _blaming(self, whose: str, examples: Sequence[bytes]) -> Iterator[None]:
+    def _blaming(self, clients: Iterable[tuple[str, Sequence[bytes]]]) -> Iterator[None]:
         """The owner's code failed: say where, and on which example if one alone is enough."""
         try:
             yield
         except PapayaError:
             raise
         except Exception as error:
-            for number, example in enumerate(examples):
-                self._loaded.try_on([example], f"example {number} of {whose}")
-            self._loaded.try_on(examples, f"all {len(examples)} examples of {whose}")
-            if self._loaded.task.train is not None:
-                raise self._loaded.loop_failed(error, f"examples of {whose}") from error
+            for whose, examples in clients:
+                for number, example in enumerate(examples):
+                    self._loaded.try_on([example], f"example {number} of {whose}")
+                self._loaded.try_on(examples, f"all {len(examples)} examples of {whose}")
+                if self._loaded.task.train is not None:
+                    raise self._loaded.loop_failed(error, f"examples of {whose}") from error
             raise
 
 

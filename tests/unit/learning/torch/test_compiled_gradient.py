@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from torch.nn import functional
 
 from papaya.errors import CannotCompile, Diverged
 from papaya.learning.definition import ClientSGD, Examples, Task
-from papaya.learning.example_fields import Binary
+from papaya.learning.example_fields import Binary, read_fields
+from papaya.learning.parameters import Vector
 from papaya.learning.task import LoadedTask, load_task
 from papaya.learning.torch.compiled_engine import CompiledEngine
 from papaya.learning.torch.compiled_gradient import (
@@ -29,6 +31,7 @@ from papaya.learning.torch.compiled_gradient import (
     trace_gradient,
 )
 from papaya.learning.torch.engine import TorchEngine
+from papaya.learning.torch.fast_operators import FAST_OPERATORS
 from papaya.learning.torch.module import make_module
 from papaya.learning.torch.parts import parts_of
 from papaya.sim.draws import Ints
@@ -251,6 +254,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedTask, Library
     return loaded, compile_gradient(loaded.task, rows_of(0, 4), folder)
 
 
+class Job(NamedTuple):
+    model: Vector
+    examples: list[bytes]
+    seed: int
+
+
 def with_client(loaded: LoadedTask, client: ClientSGD) -> LoadedTask:
     return replace(loaded, task=structs.replace(loaded.task, client=client))
 
@@ -270,13 +279,32 @@ def test_a_compiled_client_agrees_with_an_eager_one(
     loaded = with_client(loaded, client)
     compiled, plain = CompiledEngine(loaded, library), TorchEngine(loaded)
     model = loaded.initial_parameters(seed=1)
-    for count in (1, 2, 7, 17, 40):  # 1 and 17 have a batch of one example
-        found, examples = compiled.train(model, rows_of(count, count), 5)
-        expected = np.frombuffer(plain.train(model, rows_of(count, count), 5)[0], np.float32)
-        error = np.linalg.norm(np.frombuffer(found, np.float32) - expected)
-        assert error <= TOLERANCE * np.linalg.norm(expected)
-        assert examples == count
-        assert compiled.train(model, rows_of(count, count), 5)[0] == found
+    # 1 and 17 have a batch of one example
+    jobs = [Job(model, rows_of(count, count), count) for count in (1, 2, 7, 17, 40)]
+    assert compiled.is_compiled
+    updates = compiled.train_all(jobs)
+    for job, found in zip(jobs, updates, strict=True):
+        expected = np.frombuffer(plain.train(*job)[0], np.float32)
+        assert np.linalg.norm(found - expected) <= TOLERANCE * np.linalg.norm(expected)
+    assert compiled.train_all(jobs[::-1])[::-1].tobytes() == updates.tobytes()
+
+
+def test_batches_of_a_function_are_those_of_an_eager_client(
+    small: tuple[LoadedTask, Library],
+) -> None:
+    loaded, library = small
+    fields = loaded.task.batch
+    assert not callable(fields)
+
+    def noisy(examples: list[bytes]) -> tuple[Tensor, ...]:
+        inputs, targets = map(torch.from_numpy, read_fields(fields, examples))
+        return inputs + torch.randn_like(inputs), targets
+
+    loaded = replace(loaded, task=structs.replace(loaded.task, batch=noisy))
+    job = Job(loaded.initial_parameters(seed=1), rows_of(4, 21), 9)
+    expected = np.frombuffer(TorchEngine(loaded).train(*job)[0], np.float32)
+    [found] = CompiledEngine(loaded, library).train_all([job])
+    assert np.linalg.norm(found - expected) <= TOLERANCE * np.linalg.norm(expected)
 
 
 def test_a_compiled_workload_gives_the_same_bits_in_any_batching(
@@ -299,7 +327,17 @@ def test_a_compiled_client_that_diverges_is_refused(small: tuple[LoadedTask, Lib
     loaded, library = small
     wild = CompiledEngine(with_client(loaded, ClientSGD(rate=3e38, batch_size=2)), library)
     with pytest.raises(Diverged):
-        wild.train(loaded.initial_parameters(seed=1), rows_of(1, 30), 5)
+        wild.train_all([Job(loaded.initial_parameters(seed=1), rows_of(1, 30), 5)])
+    assert gc.isenabled()
+
+
+def test_attention_that_sees_nothing_gives_zeros() -> None:
+    scores = torch.randn(2, 3, 5)
+    scores[0, 1] = -torch.inf
+    scores[1, :, 2:] = -torch.inf
+    ours = FAST_OPERATORS[torch.ops.aten._safe_softmax.default](scores, -1)
+    torch.testing.assert_close(ours, torch.ops.aten._safe_softmax.default(scores, -1))
+    assert ours[0, 1].count_nonzero() == 0
 
 
 def test_a_compiled_library_is_used_again(small: tuple[LoadedTask, Library]) -> None:
