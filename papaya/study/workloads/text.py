@@ -22,9 +22,10 @@ import ast
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -58,6 +59,7 @@ Windows = npt.NDArray[np.uint8]
 ALPHABET: Final = 96  # printable ASCII, and one symbol for everything else
 _FIRST: Final = 0x20
 _OTHER: Final = ALPHABET - 1
+_HOLDS_STATEMENTS: Final = (ast.stmt, ast.excepthandler, ast.match_case)
 STEPS: Final = 20
 WINDOW: Final = STEPS + 1
 LIBRARY_NAME: Final = "stdlib-docs"
@@ -142,6 +144,7 @@ def open_corpus(data: str) -> Corpus:
     return corpus_of(folder_source(path, windows_of_text))
 
 
+@cache
 def library_corpus() -> Corpus:
     """The documentation of Python's standard library: the docstrings of each source file, in the
     order of `ast.walk`, of the running interpreter. Files are those of `library_texts`.
@@ -205,10 +208,20 @@ def _windows_of_documentation(source: str) -> list[bytes]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = [
         ast.get_docstring(node)
-        for node in ast.walk(ast.parse(source))
+        for node in _statements(ast.parse(source))
         if isinstance(node, documented)
     ]
     return windows_of_text("\n".join(filter(None, found)))
+
+
+def _statements(module: ast.Module) -> Iterator[ast.AST]:
+    """In the order of `ast.walk`, without the expressions, which hold no statements."""
+    waiting = deque[ast.AST]([module])
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        inner = ast.iter_child_nodes(node)
+        waiting.extend(child for child in inner if isinstance(child, _HOLDS_STATEMENTS))
 
 
 def _leaf_windows(example: bytes) -> list[bytes]:
