@@ -21,7 +21,15 @@ from papaya.study.experiments.runs import QUICK, SCALES
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 FULL: Final = Path("/dev/full")
-TOY = structs.replace(QUICK, concurrencies=(10, 20), rounds=4, large_goal=10, table_updates=40)
+TOY = structs.replace(
+    QUICK,
+    concurrency=20,
+    goal=4,
+    concurrencies=(10, 20),
+    rounds=4,
+    large_goal=10,
+    table_updates=40,
+)
 # No file may grow any more: for a program that is what a full disk is.
 LIMITED = """import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
