@@ -6,11 +6,12 @@ Cases: expanding and adding masks ÷ the bare AES-CTR key stream, eight seeds wa
 masking and sealing on the device ÷ one key stream pass (CPU time of one thread, both); release and
 unmasking at K = 100 ÷ what it consists of: one 20 MB copy between the two processes and three bare
 passes over the sum (subtract the masks, square for the norm, add up), each at most twice; bytes and
-milliseconds across the boundary for K = 1…1000, both ways (the paper measured K = 1). Things that
+milliseconds across the boundary for K = 1…1000, both ways (the paper measured K = 1); words of 16
+bits ÷ words of 32 bits at K = 10: bytes, and CPU time of device, TSA and aggregator. Things that
 are compared take turns, and the best of several turns counts, because machines are noisy; of the
 unmasking and of the bytes, the median turn.
-Run as `python bench/secure_aggregation.py [--plot FILE]`; prints one JSON line per case with value,
-target and whether it passed. A wrong result exits with 1; a slow one is only reported.
+Run as `python bench/secure_aggregation.py [--widths] [--plot FILE]`; prints one JSON line per case
+with value, target and whether it passed. A wrong result exits with 1; a slow one is only reported.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from papaya.secagg.fixed_point import relative_error
 from papaya.secagg.mask import Mask, add_masks
 from papaya.secagg.offer import Offer
-from papaya.secagg.parameters import PublicParameters
+from papaya.secagg.parameters import SCHEME_16, PublicParameters
 from papaya.secagg.participant import ParticipantPolicy, SealedUpdate, Terms, UnsealedUpdate
 from papaya.secagg.unmask import Unmasking
 from papaya.secagg.words import BLOCK, WORD, Reals, Words, blocks
@@ -51,6 +54,7 @@ from papaya.tsa.process import serve_until_signal
 
 LENGTH = 5_000_000  # 20 MB
 GOAL = 100
+WIDTHS_GOAL = 10  # leaves enough levels in 16 bits
 SEEDS = 8
 TURNS = 15
 MAX_SEED_BYTES = 256
@@ -222,9 +226,64 @@ def copy_s(copier: socket.socket) -> float:
 def sealed_for(
     client: TsaClient, offer: Offer, parameters: PublicParameters, delta: Reals
 ) -> SealedUpdate:
-    policy = replace(POLICY, task=parameters.task, length=parameters.length)
+    policy = replace(
+        POLICY, task=parameters.task, length=parameters.length, scheme=parameters.scheme
+    )
     terms = Terms(client.identity_public_key, parameters, policy)
     return UnsealedUpdate(delta, 100, 0).seal(terms, offer, 0, time.time(), os.urandom)
+
+
+def bench_widths(delta: Reals, client: TsaClient) -> None:
+    """The same updates in words of 16 and of 32 bits."""
+    wide = replace(PARAMETERS, task="wide", aggregation_goal=WIDTHS_GOAL, threshold=WIDTHS_GOAL)
+    narrow = replace(wide, task="narrow", scheme=SCHEME_16)
+    seeds = [os.urandom(16) for _ in range(SEEDS)]
+    updates, works = [], []
+    for agreed in (narrow, wide):
+        offers = client.offers(client.register(agreed), WIDTHS_GOAL + TURNS)
+        members = [sealed_for(client, offers.pop(), agreed, delta) for _ in range(WIDTHS_GOAL)]
+        updates.append(check_mean(client, agreed, members, delta))
+        total = np.zeros(agreed.vector_words, agreed.ring.word)
+        works += [
+            partial(seal_next, client, offers, agreed, delta),
+            partial(add_masks, total, seeds),
+            partial(np.add, total, members[0].masked, out=total),
+        ]
+    seconds = best_s(*works)
+    size = updates[0].nbytes / updates[1].nbytes
+    report("bytes of an upload, of a sum and of a release, 16 ÷ 32 bits", size, 0.51, size <= 0.51)
+    for case, target, (a, b) in (
+        ("fixed point, masking and sealing", 1.5, (0, 3)),
+        ("adding 8 masks in the TSA", 0.6, (1, 4)),
+        ("adding an update at the aggregator", 0.6, (2, 5)),
+    ):
+        ratio = seconds[a] / seconds[b]
+        report(
+            f"CPU time, {case}, 16 ÷ 32 bits", ratio, target, ratio <= target,
+            ms_16=seconds[a] * 1e3, ms_32=seconds[b] * 1e3,
+        )  # fmt: skip
+
+
+def seal_next(
+    client: TsaClient, offers: list[Offer], agreed: PublicParameters, delta: Reals
+) -> SealedUpdate:
+    return sealed_for(client, offers.pop(), agreed, delta)
+
+
+def check_mean(
+    client: TsaClient, agreed: PublicParameters, members: list[SealedUpdate], delta: Reals
+) -> Words:
+    """Sum, release and unmask a buffer of the same update; returns the sum."""
+    total = np.zeros(agreed.vector_words, agreed.ring.word)
+    for member in members:
+        total += member.masked
+        client.accept(member.index, 0, member.sealed)
+    unmasking = Unmasking(total, len(members), agreed)
+    client.release(agreed, 0, [member.index for member in members], unmasking.take)
+    error = float(np.linalg.norm(unmasking.result().mean() - delta))
+    bound = relative_error(LENGTH, WIDTHS_GOAL)
+    require(error <= 1.01 * bound, f"the mean of {agreed.task} words is off by {error:.3g}")
+    return total
 
 
 def bench_transfer(plot: Path | None) -> None:
@@ -253,7 +312,11 @@ def bench_transfer(plot: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plot", type=Path, help="also draw the paper's figure into this file")
-    plot: Path | None = parser.parse_args().plot
+    parser.add_argument(
+        "--widths", action="store_true", help="only compare words of 16 and of 32 bits"
+    )
+    options = parser.parse_args()
+    plot: Path | None = options.plot
     with tempfile.TemporaryDirectory() as folder:
         tsa, copies = f"unix:{folder}/tsa", f"unix:{folder}/copies"
         with child(serve_until_signal, tsa, ignore), child(copy_server, copies):
@@ -262,6 +325,9 @@ def main() -> None:
                 TsaClient(tsa, Ed25519PrivateKey.generate()) as client,
                 connected(copies) as copier,
             ):
+                bench_widths(a_delta(), client)
+                if options.widths:
+                    return
                 bench_sum_and_client(a_delta(), client)
                 bench_boundary(client, copier)
     bench_transfer(plot)
