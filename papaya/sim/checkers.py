@@ -94,7 +94,7 @@ def _is_within_clip(config: TaskConfig, session: SessionId) -> bool:
     """Is the unmasked update of the session's device within this clip?"""
     if config.clip is None or config.evaluates is not None:
         return True
-    return float(np.linalg.norm(protocol_vector(session, config.model_length))) <= config.clip
+    return float(np.linalg.norm(_uploaded(config, session, config.model_length))) <= config.clip
 
 
 def _counted_examples(config: TaskConfig, reported: int) -> int:

@@ -24,10 +24,11 @@ from papaya.client.work import (
     Trained,
     WorkFailed,
 )
+from papaya.config.upload_bits import UploadBits, encoded_bytes
 from papaya.learning.compression import encode_update, session_seed
-from papaya.learning.parameters import FLOAT32
+from papaya.learning.parameters import FLOAT32, Vector, is_finite
 from papaya.machine import Effects
-from papaya.messages.base import BlobKey, Message, NodeId
+from papaya.messages.base import BlobKey, Message, NodeId, SessionId
 from papaya.messages.participation import Join
 from papaya.messages.selection import CheckIn, IdentifiedCheckIn
 from papaya.secagg.errors import SecureAggregationError
@@ -212,8 +213,7 @@ class SimulatedDevice:
             update = self.cluster.behaviour.train(self, effect)
             joined = self.machine.joined
             if (bits := joined.upload_bits) != 32 and not joined.secure:
-                numbers = np.frombuffer(update, FLOAT32)
-                update = encode_update(numbers, bits, session_seed(effect.session))
+                update = _in_fewer_bits(np.frombuffer(update, FLOAT32), bits, effect.session)
             for observe in self.cluster.hooks.trained:
                 observe(self, effect)
             self.deliver(Trained(update, self.visit.examples))
@@ -242,3 +242,10 @@ _CARRY_OUT: dict[type, Callable[[SimulatedDevice, Any], None]] = {
     Remember: SimulatedDevice._remember,
     Finish: SimulatedDevice._finish,
 }
+
+
+def _in_fewer_bits(update: Vector, bits: UploadBits, session: SessionId) -> bytes:
+    if not is_finite(update):
+        # A real device would give up. This one tries the server: all scales are NaN.
+        return b"\xff" * encoded_bytes(update.size, bits)
+    return encode_update(update, bits, session_seed(session))

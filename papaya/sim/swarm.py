@@ -33,6 +33,7 @@ from papaya.config import (
     Weighting,
 )
 from papaya.config.privacy import PrivateWeighting
+from papaya.config.upload_bits import UploadBits
 from papaya.errors import PapayaError
 from papaya.messages.base import SessionId
 from papaya.messages.selection import Capabilities
@@ -59,6 +60,7 @@ _CLIP = 64.0
 _WITH_METHODS = 7  # seeds that end in it: the others keep their traces
 _WITH_DIRECT_UPLOADS = 8  # seeds that end in it
 _WITH_16_BITS = 3
+_WITH_FEWER_BITS = 1
 _CAP = 5  # at most the least max_examples of a revision
 """Above the norm of every update that a simulated device makes."""
 
@@ -108,8 +110,8 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
     if seed % 10 == _WITH_DIRECT_UPLOADS:
         config = structs.replace(config, direct_uploads=True)
     config = _with_privacy(config, Random(f"privacy/{seed}"))
-    if seed % 10 == _WITH_16_BITS:
-        config = _with_16_bits(config)
+    if seed % 10 in (_WITH_16_BITS, _WITH_FEWER_BITS):
+        config = _with_fewer_bits(config, are_masked=seed % 10 == _WITH_16_BITS)
     if seed % 10 == _WITH_METHODS:
         config = _with_methods(config, Random(f"methods/{seed}"))
     evaluations = Random(f"evaluations/{seed}")
@@ -333,13 +335,16 @@ def _with_privacy(config: ClusterConfig, rng: Random) -> ClusterConfig:
     return structs.replace(config, tasks=tasks, population=population)
 
 
-def _with_16_bits(config: ClusterConfig) -> ClusterConfig:
-    """The secure tasks without noise have words of 16 bits, which one kind of devices lacks."""
+def _with_fewer_bits(config: ClusterConfig, *, are_masked: bool) -> ClusterConfig:
+    """The secure tasks without noise have words of 16 bits, or the tasks in the clear upload 16 or
+    8 bits, which one kind of devices lacks.
+    """
 
     def narrow(task: TaskConfig) -> TaskConfig:
-        if not task.is_secure or task.privacy is not None:
+        if task.is_secure != are_masked or task.privacy is not None:
             return task
-        needs = structs.replace(task.requirements, upload_bits=16)
+        bits: UploadBits = 16 if are_masked or task.model_length == 1 else 8
+        needs = structs.replace(task.requirements, upload_bits=bits)
         return structs.replace(task, requirements=needs)
 
     def capable(kind: DeviceKind) -> DeviceKind:
