@@ -11,6 +11,7 @@ import ssl
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import NamedTuple
 from urllib.parse import urlsplit
 from zlib import crc32
@@ -59,6 +60,8 @@ class Device:
         self._token, self._context = token, context
         # A connection to the aggregator itself, by its `upload_url`.
         self._direct: tuple[str, Device] | None = None
+        # Seconds that the trips of this device spent in each phase, by its last request.
+        self.spent_s = dict.fromkeys(("check_in", "report", "upload", "complete"), 0.0)
         plain = socket.create_connection(address, timeout=60.0)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = (
@@ -111,19 +114,27 @@ class Device:
 
         What is uploaded may depend on that.
         """
-        joined = self.ask(Join(self.check_in().ticket))
+        times = [time.monotonic()]
+        accepted = self.check_in()
+        times.append(time.monotonic())
+        joined = self.ask(Join(accepted.ticket))
         assert isinstance(joined, Joined), joined
         granted = self.ask(Report(joined.ticket, examples=1))
         assert isinstance(granted, UploadGranted), granted
+        times.append(time.monotonic())
         staleness = granted.version - joined.version
         update = update_of(staleness)
         there = self._to_upload(granted.upload_url)
         there.upload(granted, update, upload, range(len(update.chunks)))
+        times.append(time.monotonic())
         completed = there.ask(Complete(granted.ticket, upload))
         while isinstance(completed, Incomplete):  # on a busy machine a silent upload loses its slot
             there.upload(granted, update, upload, completed.missing)
             completed = there.ask(Complete(granted.ticket, upload))
         require(completed == Completed(None), f"an update was answered {completed}")
+        times.append(time.monotonic())
+        for phase, (began_at, ended_at) in zip(self.spent_s, pairwise(times), strict=True):
+            self.spent_s[phase] += ended_at - began_at
         return staleness
 
     def upload(
