@@ -284,19 +284,7 @@ class DeviceVisit:
                 f"aggregation: the file {has_it} it",
                 hint="give devices exactly the file that was submitted",
             )
-        if bundle is not None and not joined.evaluates:
-            signed = bundle.manifest.upload_bits or 32
-            if joined.upload_bits != signed:
-                raise GivenUp(
-                    "mismatch",
-                    f"the server asks for updates in {joined.upload_bits} bits, the owner of "
-                    f"{program!r} has signed {signed}",
-                )
-        if joined.upload_bits != 32 and (
-            joined.evaluates or (joined.secure and joined.upload_bits != 16)
-        ):
-            bits = joined.upload_bits
-            raise GivenUp("protocol", f"updates of {program!r} cannot have {bits} bits")
+        _check_upload_bits(program, joined, bundle)
         if joined.secure and self._process.trust is None:
             raise GivenUp("declined", _NO_TRUST, hint=_TRUST_HINT)  # now, not after training
         limit = self._process.limits.max_model_bytes
@@ -474,6 +462,19 @@ def _explained(error: Exception) -> str:
     if isinstance(error, GivenUp):
         return error.traceback
     return "" if isinstance(error, PapayaError) else "".join(format_exception(error))
+
+
+def _check_upload_bits(program: TaskId, joined: Joined, bundle: Bundle | None) -> None:
+    bits = joined.upload_bits
+    signed = bits if bundle is None else bundle.manifest.upload_bits or 32
+    if bits != signed and not joined.evaluates:
+        raise GivenUp(
+            "mismatch",
+            f"the server asks for updates in {bits} bits, the owner of {program!r} has signed "
+            f"{signed}",
+        )
+    if bits != 32 and (joined.evaluates or (joined.secure and bits != 16)):
+        raise GivenUp("protocol", f"updates of {program!r} cannot have {bits} bits")
 
 
 def in_words(error: Exception) -> str:
