@@ -18,13 +18,14 @@ Everything comes from parts that a task can replace:
     steps  a training loop of the task: Task(train=…)
     server a server optimizer, which steps the two halves of the vector in their own ways
 
-Servers need the optimizer as an installed entry point that the operator allows (docs/
-train-your-own-model.md, "Extensions of servers").
+A server needs the class `Scaffold` as an installed entry point that its operator allows, in a
+module without torch: see "Extensions of servers" in docs/train-your-own-model.md.
 """
 
 from __future__ import annotations
 
 import json
+from typing import cast
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ import papaya
 from papaya.learning import extensions
 from papaya.learning.server_optimizer import ServerOptimizer
 from papaya.learning.task import ClientSGD, Examples, OptimizerConfig, SyncFL, Task, Weighting
+from papaya.learning.torch.local_training import LocalTraining
 from papaya.study.data.partition import Dirichlet
 from papaya.study.data.tables import table_source
 
@@ -57,21 +59,20 @@ class Controlled(nn.Module):
         return self.net(inputs)  # type: ignore[no-any-return]
 
 
-def train(local) -> None:  # type: ignore[no-untyped-def]
-    """`local` is a papaya.learning.torch.local_training.LocalTraining."""
-    module, rate = local.module, local.client.rate
+def train(local: LocalTraining) -> None:
+    module, rate = cast(Controlled, local.module), local.client.rate
     weights, control, own = list(module.net.parameters()), module.control, module.own_control
     start = [weight.detach().clone() for weight in weights]
     for batch in local.batches():
         gradients = torch.autograd.grad(local.loss(batch), weights)
         with torch.no_grad():
             for weight, gradient, c, c_i in zip(weights, gradients, control, own, strict=True):
-                weight -= rate * (gradient - c_i + c)
+                weight.sub_(rate * (gradient - c_i + c))
     with torch.no_grad():
         for x, y, c, c_i in zip(start, weights, control, own, strict=True):
             change = (x - y) / (local.steps * rate) - c
-            c_i += change
-            c += change  # the client uploads the difference
+            c_i.add_(change)
+            c.add_(change)  # the client uploads the difference
 
 
 class Scaffold(ServerOptimizer):

@@ -135,5 +135,5 @@ def test_the_example_is_scaffold_within_rounding(example: ModuleType) -> None:
 
 
 def test_scaffold_corrects_the_drift_of_skewed_clients(example: ModuleType) -> None:
-    plain, corrected = example.compare(0.1, rounds=12)
+    plain, corrected = example.compare(0.1, rounds=6)
     assert corrected < plain

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from papaya.errors import ConfigError
 from papaya.learning.parameters import FLOAT32
 from papaya.learning.task import load_task
 from papaya.learning.torch.engine import TorchEngine
@@ -88,3 +89,22 @@ def test_a_new_run_starts_with_the_initial_tensors(workload: TorchWorkload) -> N
     np.testing.assert_array_equal(
         workload.train([start], np.zeros(1, np.int64), clients(0), client), first
     )
+
+
+LOOP = """
+def train(local):
+    for x, y in local.batches():
+        local.module.nothing(x)
+"""
+
+
+def test_a_loop_that_fails_is_named_with_its_line_and_its_client(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(LOOP + SOURCE.replace("personal=", "train=train, personal="))
+    held_out = clients(0)
+    workload = TorchWorkload(load_task(path), examples_of, held_out)
+    problem = r"own\.py:4: AttributeError.*while trying examples of device 2: train"
+    with pytest.raises(ConfigError, match=problem):
+        workload.train(
+            [workload.initial(0)], np.zeros(1, np.int64), clients(2), workload.loaded.task.client
+        )
