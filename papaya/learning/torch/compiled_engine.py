@@ -3,7 +3,7 @@
 The batches, the optimizer and the update are those of the engine that devices run. The gradient is
 the compiled one (compiled_gradient.py), and the parameters are one vector, so that a step of the
 optimizer is a few operations whatever the number of tensors. A batch of another form than the
-compiled one, such as a single example, takes PyTorch's own gradient.
+compiled one takes PyTorch's own gradient.
 
 What surrounds the steps is done for many clients together: their examples are read and put into the
 order of their batches at once, and losses and models are checked after the last client. Steps are
