@@ -89,6 +89,7 @@ class LoadOptions(ConnectionOptions):
     outcomes: Path | None = None
     request_timeout: float = 10.0
     give_up: float = 60.0
+    upload_host: Sequence[str] = ()
     seed: int = 0
 
 
@@ -154,6 +155,13 @@ def add_to(commands: Commands) -> None:
     )
     details.add_argument(
         "--give-up", type=positive, metavar="S", help="seconds after which a device gives up"
+    )
+    details.add_argument(
+        "--upload-host",
+        action="append",
+        metavar="HOST",
+        help="host, or *.example.org, of aggregators to upload to without a selector in between; "
+        "may be repeated (default: none)",
     )
     details.add_argument("--seed", type=whole(0), metavar="S", help="seed of the devices' choices")
     add_connection(parser)
@@ -325,7 +333,7 @@ async def _run(
         def tell(done: float) -> None:
             progress.update("load", done, _progress(log))
 
-        process = LoadProcess(log, ca, trust)
+        process = LoadProcess(log, ca, trust, upload_hosts=options.upload_host)
         took_s = await run_load(_plan(options, token), process, trainer, log, stopping, tell)
     return _report(options, configs, log, took_s)
 
