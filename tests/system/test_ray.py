@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,17 +35,25 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """Three nodes with a core each, in processes of their own."""
+    with some_nodes(3) as nodes:
+        yield nodes.address
+
+
+@contextmanager
+def some_nodes(count: int) -> Iterator[Any]:
+    """Nodes with a core each, in processes of their own."""
     from ray.cluster_utils import Cluster
 
     root = str(Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
     nodes: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    for _ in range(2):
+    for _ in range(count - 1):
         nodes.add_node(num_cpus=1)
     nodes.wait_for_nodes()
-    yield nodes.address
-    nodes.shutdown()
+    try:
+        yield nodes
+    finally:
+        nodes.shutdown()
 
 
 def some_clients() -> list[list[bytes]]:
@@ -117,49 +126,52 @@ def test_a_lost_worker_costs_only_its_own_run(cluster: str, tmp_path: Path) -> N
         assert (folder / f"made/{item}").read_bytes() == b"ab" * item
 
 
-def _slow_where_there_is_a_mark(marks: Path, item: int, *, folder: Path, tell: Any) -> int:
-    """The first piece on the node that is to be removed waits until it is killed with its node."""
-    node = ray.get_runtime_context().get_node_id()
+def _on_a_node(marks: Path, item: int, *, folder: Path, tell: Any) -> int:
+    """A piece on the node that is to be removed waits for it. Others wait for that piece."""
     with (marks / str(item)).open("a") as mark:
         mark.write("x")
-    doomed = marks / "doomed"
-    if doomed.exists() and doomed.read_text() == node:
+    if ray.get_runtime_context().get_node_id() == (marks / "doomed").read_text():
         (marks / "waiting").touch()
         signal.pause()
+    wait_for(marks / "waiting")
     (folder / f"made/{item}").write_bytes(b"x" * item)
     tell(1.0)
     return item
 
 
-def test_a_node_that_is_removed_costs_only_what_it_was_doing(tmp_path: Path) -> None:
-    """A cluster of its own: the whole node goes, with its object store and all its workers."""
-    from ray.cluster_utils import Cluster
+def wait_for(path: Path) -> None:
+    poll = threading.Event()
+    while not path.exists():
+        poll.wait(0.05)
 
+
+def test_a_node_that_is_removed_costs_only_what_it_was_doing(tmp_path: Path) -> None:
+    """The whole node goes, with its object store and all its workers."""
     marks, folder = tmp_path / "marks", tmp_path / "folder"
     marks.mkdir()
     folder.mkdir()
     files = SharedFiles(folder, needs=lambda item: (), makes=lambda item: (f"made/{item}",))
-    nodes: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    lost = nodes.add_node(num_cpus=1)
-    nodes.wait_for_nodes()
-    (marks / "doomed").write_text(lost.node_id)
+
+    heard: list[float] = []
 
     def remove() -> None:
-        while not (marks / "waiting").exists():
-            poll.wait(0.1)
-        nodes.remove_node(lost, allow_graceful=False)
+        wait_for(marks / "waiting")
+        if lost in nodes.worker_nodes:
+            nodes.remove_node(lost, allow_graceful=False)
 
-    poll = threading.Event()
-    remover = threading.Thread(target=remove)
-    remover.start()
-    try:
-        with mapping(1, ray=nodes.address) as mapped:
-            work = partial(_slow_where_there_is_a_mark, marks)
-            done = sorted(mapped(work, range(8), None, files))
-    finally:
-        remover.join()
-        nodes.shutdown()
+    with some_nodes(2) as nodes:
+        [lost] = nodes.worker_nodes
+        (marks / "doomed").write_text(lost.node_id)
+        remover = threading.Thread(target=remove)
+        remover.start()
+        try:
+            with mapping(1, ray=nodes.address) as mapped:
+                done = sorted(mapped(partial(_on_a_node, marks), range(8), heard.append, files))
+        finally:
+            (marks / "waiting").touch()
+            remover.join()
     assert done == list(range(8))
+    assert sum(heard) == 8.0
     for item in range(8):
         assert (folder / f"made/{item}").read_bytes() == b"x" * item
     tries = [len((marks / str(item)).read_text()) for item in range(8)]
