@@ -23,7 +23,7 @@ from papaya.store.postgresql import PostgresState
 
 VARIABLE: Final = "PAPAYA_PLANTED"
 PLANTED: Final = (sys.executable, "-m", "tests.chaos.planted")
-VERSION_DELAY_S: Final = 40.0
+_VERSION_DELAY_S = 300.0  # longer than any run waits
 _LATE_S = 5.0
 _COMMIT_S = 0.03
 
@@ -90,10 +90,12 @@ def _unknown_transaction_repeated() -> None:
 
 
 def _versions_delayed() -> None:
-    """A full buffer waits before it becomes a version; updates are acknowledged meanwhile."""
+    """A full buffer waits before it becomes a version; updates are acknowledged meanwhile, until
+    the next buffer is full too.
+    """
 
     def step(shards: Shards, *given: Any) -> object:
-        time.sleep(VERSION_DELAY_S)
+        time.sleep(_VERSION_DELAY_S)
         return _step(shards, *given)
 
     _patch(Shards, step=step)

@@ -51,8 +51,10 @@ class Proxy:
         self._started.set()
         await self._over.wait()
         server.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
             task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, port = self._target.rsplit(":", 1)
@@ -61,8 +63,14 @@ class Proxy:
         except OSError:
             writer.close()
             return
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(self._pump("to", reader, to), self._pump("from", behind, writer))
+        try:
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(
+                    self._pump("to", reader, to), self._pump("from", behind, writer)
+                )
+        finally:
+            for each in (writer, to):
+                each.transport.abort()
 
     async def _pump(
         self, direction: Direction, source: asyncio.StreamReader, to: asyncio.StreamWriter
