@@ -114,6 +114,7 @@ R = TypeVar("R")
 _BUSY_RETRY_S = 0.5
 _NEVER = float("inf")
 _REPLACED = Aborted("replaced")
+_MOVED = Retry("the task has moved", 0.0, elsewhere=True)
 _FAILING = "the TSA has an internal error at a release; restart it to give up the buffer"
 
 
@@ -321,7 +322,7 @@ class HeldTask:
             self._events.left(self.ledger)
         effects: Effects = [Drop(self.task, self.fence.seq)]
         for session in self.sessions.active.values():
-            effects += self._answer(session, Retry("the task has moved", 0.0))
+            effects += self._answer(session, _MOVED)
             self._memory.release(session.claim)
         return effects
 
@@ -495,7 +496,7 @@ class HeldTask:
 
     def _serve(self, now: float, request: Ticketed, claim: AnyTicket, reply_to: Handle) -> Effects:
         if claim.seq > self.fence.seq:
-            return [Reply(reply_to, Retry("the task has moved", 0.0))]
+            return [Reply(reply_to, _MOVED)]
         if self._is_revoked(claim.session):
             # Its update was being folded when the device was revoked, but was not counted.
             self._replaced += self._end_revoked() + self._place_overflow()

@@ -89,7 +89,9 @@ def test_what_orders_do_not_list_must_stop() -> None:
     handle = uploader.upload(1)
     node.order([])
     assert node.machine.tasks == {}
-    assert isinstance(world.answers[handle], Retry)
+    answer = world.answers[handle]
+    assert isinstance(answer, Retry)
+    assert answer.elsewhere, "a direct upload goes on through a selector"
     assert isinstance(phone.heartbeat(), Retry)
     assert Drop(TASK, 1) in node.log
     assert node.memory_used == 0

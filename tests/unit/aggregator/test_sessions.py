@@ -268,6 +268,7 @@ def test_nothing_is_answered_from_before_the_load() -> None:
     from_future = KEYRING.seal(SessionTicket(TASK, "s", 9, 0, "blob", expires=world.now + 60))
     answer = world.answers[world.ask(node, Heartbeat(from_future))]
     assert isinstance(answer, Retry), "a later holder's ticket: the task has moved"
+    assert answer.elsewhere
     assert isinstance(phone.join(), Joined)
 
 
