@@ -320,15 +320,14 @@ class Client:
         is_heartbeat = answered.attempt == self._heartbeat_attempt
         if answered.attempt != self._pending_attempt and not is_heartbeat:
             return []  # answers a request that was given up
-        if type(answer) in _PROGRESS and not is_heartbeat:
-            return self._on_progress(now, answer)
+        progress = None if is_heartbeat else _PROGRESS.get(type(answer))
+        if progress is not None and progress[0] is self.stage:
+            return progress[1](self, now, answer)
+        is_direct = self._upload_url and not is_heartbeat
         match answer:
             case Aborted():
                 return self._finish("aborted", answer.reason)
-            case Refused() if self._upload_url and not is_heartbeat:
-                # Another server may answer there. Only a selector's refusal is final.
-                return self._leave_direct_path(now)
-            case Refused():
+            case Refused() if not is_direct:
                 return self._finish("refused", answer.reason)
             case Completed() if self.stage in (Stage.UPLOADING, Stage.COMPLETING):
                 ending: Ending = "counted" if answer.discarded is None else "discarded"
@@ -340,7 +339,7 @@ class Client:
                 if answer.ticket and isinstance(self._pending, Report | Chunk | Complete):
                     self._ticket = answer.ticket
                     self._pending = replace(self._pending, ticket=answer.ticket)
-                if self._upload_url and answer.elsewhere:
+                if is_direct and answer.elsewhere:
                     return self._leave_direct_path(now)
                 return self._ask_again(now, answer.after_s)
             case Alive() if is_heartbeat:
@@ -349,13 +348,9 @@ class Client:
                 window = (answer.retry_from_s, answer.retry_until_s)
                 detail = lacks_in_words(answer.lacks)
                 return self._finish("rejected", answer.reason, *window, detail)
-        return self._unexpected(answer)
-
-    def _on_progress(self, now: float, answer: Message) -> Effects:
-        stage, go_on = _PROGRESS[type(answer)]
-        return go_on(self, now, answer) if stage is self.stage else self._unexpected(answer)
-
-    def _unexpected(self, answer: Message) -> Effects:
+        if is_direct:
+            # Another server may answer there. Only what a selector answers ends the visit.
+            return self._leave_direct_path(now)
         detail = f"unexpected answer while {self.stage.value}: {type(answer).__name__}"
         return self._leave("failed", "protocol", detail)
 
