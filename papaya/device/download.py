@@ -18,7 +18,7 @@ import asyncio
 import fcntl
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from http import HTTPStatus
@@ -129,14 +129,14 @@ class Downloads:
         timeout_s: float,
         blobs_url: str | None = None,
         cache_bytes: int = 256 << 20,
-        hosts: Collection[str] = (),
+        hosts: AllowedHosts | None = None,
     ) -> None:
-        """`hosts`: names of hosts to which a selector may send this device."""
+        """`hosts`: to which a selector may send this device."""
         self._session = session
         self._timeout_s = timeout_s
         self._blobs_url = blobs_url
         self._cache_bytes = cache_bytes
-        self._hosts = AllowedHosts(hosts)
+        self._hosts = hosts or AllowedHosts()
         self._cached: OrderedDict[BlobKey, bytes] = OrderedDict()
         self._running: dict[tuple[BlobKey, int], asyncio.Task[bytes]] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from papaya.device.allowed_hosts import AllowedHosts
+from papaya.errors import ConfigError
 
 SECURE, PLAIN = "https://selector.example:8750", "http://127.0.0.1:8750"
 HOSTS = AllowedHosts(["Uploads.Example", "*.aggregators.example", "::1"])
@@ -45,6 +46,24 @@ def test_hosts_that_the_owner_has_named(url: str) -> None:
         "https://uploads.example:99999",
         "https://[::1",
         "//uploads.example",
+        # The device adds a path: these would turn it into a query or a fragment.
+        "https://uploads.example?",
+        "https://uploads.example#",
+        # What resolvers do with these differs. Some take the address at the beginning.
+        "https://[fe80::1%25eth0.aggregators.example]",
+        "https://[::1%1.aggregators.example]:8750",
+        "https://127.0.0.1 .aggregators.example",
+        "https://127.0.0.1\x00.aggregators.example",
+        "https://127.0.0.1%2f.aggregators.example",
+        "https://127.0.0.1\\.aggregators.example",
+        "https://.aggregators.example",
+        "https://a..aggregators.example",
+        "https://aggregator-3.aggregators.example.",
+        "https://uploads.example.",
+        "https://\uff55ploads.example",
+        "https://b\xfccher.aggregators.example",
+        "https://up\tloads.example",
+        " https://uploads.example",
     ],
 )
 def test_everything_else_is_not_used(url: str) -> None:
@@ -53,6 +72,29 @@ def test_everything_else_is_not_used(url: str) -> None:
 
 def test_http_is_used_only_if_the_selector_is_reached_by_http() -> None:
     assert HOSTS.allows_upload("http://uploads.example", PLAIN)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "*",
+        "*.",
+        "*.*.example",
+        "a.*.example",
+        "*.::1",
+        "[::1]",
+        "example.",
+        "uploads.example:8750",
+        "uploads.example/",
+        "https://uploads.example",
+        "b\xfccher.example",
+        "a b",
+    ],
+)
+def test_a_name_that_no_url_can_match_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not the name of a host"):
+        AllowedHosts(["uploads.example", name])
 
 
 def test_without_names_nothing_is_allowed() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from papaya.device.allowed_hosts import AllowedHosts
 from papaya.device.download import Downloads, DownloadsFrom, PartialFile, task_of
 from papaya.device.selectors import open_session
 from papaya.errors import ProtocolError
@@ -43,7 +44,7 @@ async def fetched(
     *fakes: FakeSelector, blobs_url: str | None = None, hosts: Sequence[str] = ()
 ) -> bytes:
     async with open_session() as session:
-        downloads = Downloads(session, 10.0, blobs_url, hosts=hosts)
+        downloads = Downloads(session, 10.0, blobs_url, hosts=AllowedHosts(hosts))
         try:
             return await downloads.get(KEY, LENGTH, [fake.url for fake in fakes])
         finally:
