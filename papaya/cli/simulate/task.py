@@ -189,6 +189,7 @@ def summary(learnt: RunResult) -> str:
         ("learnt", f"{_done(learnt)} in {learnt.hours:.2f} virtual hours"),
         ("utilization", _used(learnt.fleet)),
         ("took part", _took_part(learnt)),
+        *_privacy(learnt),
         *scale_rows(learnt),
     ]
     if learnt.curve.diverged is not None:
@@ -255,6 +256,23 @@ def _took_part(learnt: RunResult) -> str:
         f"K–S {time} by execution time, {examples} by examples; "
         f"chance gives up to {found.execution_s.noise:.3f} for {plural(found.clients, 'client')}"
     )
+
+
+def _privacy(learnt: RunResult) -> list[tuple[str, str]]:
+    """The noise of a private task, which the run has had."""
+    privacy = learnt.run.rates.privacy
+    if privacy is None:
+        return []
+    terms = privacy.terms
+    members = learnt.run.recording_plan.task.aggregation_goal * learnt.run.copies
+    noise = terms.noise_multiplier * privacy.clip * math.sqrt(learnt.length)
+    noise /= members * terms.expected_weight
+    text = (
+        f"epsilon {terms.epsilon:.3g} at delta {terms.delta:.2g} for "
+        f"{plural(terms.max_participations, 'participation')} of a device; noise of norm "
+        f"{noise:.3g} in each step"
+    )
+    return [("privacy", text)]
 
 
 def _distance(found: Distance) -> str:

@@ -236,6 +236,7 @@ def with_source(
             staleness=task.staleness,
             weighting=task.weighting,
             aggregation=task.aggregation,
+            privacy=task.privacy,
             upload_bits=task.upload_bits,
             masked=task.is_secure,
         ),

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from papaya.cli.simulate.task import summary
 from papaya.errors import OperatorError
 from papaya.learning.task import load_task
 from papaya.sim.population import PopulationConfig
 from papaya.study.data.opening import open_source
 from papaya.study.data.source import Memory
+from papaya.study.simulation import run_of, simulate_run
 from papaya.study.workloads.base import Clients
 from papaya.study.workloads.registry import BUILT_IN, WorkloadSpec, judges, prepare
 
@@ -100,6 +102,24 @@ def test_a_task_file_and_its_data_become_a_workload(tmp_path: Path) -> None:
                 prepared.rates.client,
             )[0]
         assert workload.evaluate(trained).all < 0.8 * workload.evaluate(model).all
+
+
+def test_a_private_task_is_simulated_with_its_noise(tmp_path: Path) -> None:
+    """A model without the noise would promise what the task cannot reach."""
+    path = a_task_file(tmp_path)
+    private = "privacy=Privacy(clip=5.0, max_participations=9, delta=1e-6, noise_multiplier=400.0)"
+    optimizer = 'optimizer=OptimizerConfig(kind="fedavg", rate=1.0)'
+    names = "Examples, OptimizerConfig, Privacy,"
+    path.write_text(TASK.replace("clip=5.0", f"{private}, {optimizer}").replace("Examples,", names))
+    prepared = prepare(WorkloadSpec(str(path), f"leaf:{leaf_data(tmp_path)}"), POPULATION)
+    run = run_of(prepared, None, {}, seed=1, updates=8, hours=24.0, evaluations=1)
+    found = simulate_run(run, prepared)
+    assert found.result.norms is not None
+    assert found.result.norms.largest < 1
+    longest = float(np.abs(found.parameters).max())
+    assert longest > 50, "a step has a deviation of 400 x 5 / 4 in each number"
+    words = " ".join(summary(found.result).split())
+    assert "noise of norm 866 in each step" in words
 
 
 def a_client(device: int, volumes: tuple[int, ...]) -> Clients:
