@@ -141,4 +141,10 @@ class _translated:
                 reason = LOST
             elif error.reason is RefusalReason.INTERNAL:
                 reason = self._failed
-            raise TsaError(reason, str(error), error.group) from error
+            message = str(error)
+            if error.reason is RefusalReason.PARAMETERS:
+                message = (
+                    f"the TSA refuses the parameters of this task: {message}; if it runs an "
+                    "earlier version, upgrade it"
+                )
+            raise TsaError(reason, message, error.group) from error

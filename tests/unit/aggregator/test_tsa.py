@@ -96,6 +96,13 @@ def test_one_that_does_not_know_what_it_should_was_started_anew(reason: RefusalR
     assert reasons_of(TsaRefused(reason, "no")) == [expected] * 3
 
 
+def test_a_tsa_of_an_earlier_version_is_named_as_the_reason() -> None:
+    """The owner reads this in `papaya task show`; the TSA's own words name schemes only."""
+    refused = TsaRefused(RefusalReason.PARAMETERS, "scheme = 'papaya-secagg-3': papaya-secagg-1")
+    with pytest.raises(TsaError, match=r"'papaya-secagg-3'.*earlier version, upgrade it"):
+        TsaAdapter(Failing(refused), evidence).offers(PARAMETERS, 3)
+
+
 def test_a_seed_that_it_has_already_is_no_news() -> None:
     """Only for the seed: an offer or a release is never refused so."""
     tsa = TsaAdapter(Failing(TsaRefused(RefusalReason.REPLAYED, "already")), evidence)
