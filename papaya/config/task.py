@@ -219,6 +219,25 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         return fixed_point.relative_error(self.model_length, self.aggregation_goal)
 
     @property
+    def rounding_error_in_words(self) -> str:
+        """The same, for people, with what fewer examples make of it; empty with other words."""
+        if (error := self.rounding_error) is None:
+            return ""
+        words = (
+            f"rounding to masked words of 16 bits changes the mean of {self.aggregation_goal} "
+            f"updates by at most {100 * error:.2g} % of the clip (root mean square)"
+        )
+        if self.weighting.kind == "equal":
+            return words
+        most = self.heaviest_examples
+        return f"{words} if all have {most} examples, and {most}/n times as much with n on average"
+
+    @property
+    def heaviest_examples(self) -> int:
+        """With so many examples, an update that is weighted by its examples has the full weight."""
+        return self.weighting.cap or self.max_examples
+
+    @property
     def public_parameters(self) -> PublicParameters | None:
         """What devices, the TSA and auditors agree on; None without secure aggregation."""
         if self.secure_aggregation is None:
@@ -285,13 +304,7 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             )
         if self.is_secure:
             yield from self._unwise_staleness()
-        if (error := self.rounding_error) is not None and error > _COARSE:
-            yield (
-                "requirements.upload_bits = 16: rounding changes the mean of "
-                f"{self.aggregation_goal} updates by up to {100 * error:.2g} % of the clip, or "
-                "more if updates weigh less than max_examples do; a smaller aggregation_goal, a "
-                "smaller model or 32 bits reduce it"
-            )
+        yield from self._unwise_rounding()
         if self.privacy is not None:
             yield from self._unwise_privacy(self.privacy.terms)
         if not self.aggregation.is_mean:
@@ -305,6 +318,23 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             yield (
                 "durability = 'step': acknowledged updates of an open buffer are lost in a crash, "
                 "or when the outcome of its commit is unknown"
+            )
+
+    def _unwise_rounding(self) -> Iterator[str]:
+        error, most = self.rounding_error, self.heaviest_examples
+        if error is None:
+            return
+        if error > _COARSE:
+            yield (
+                f"requirements.upload_bits = 16: {self.rounding_error_in_words}; a smaller "
+                "aggregation_goal, a smaller model or 32 bits reduce it"
+            )
+        elif self.weighting.kind != "equal":
+            yield (
+                f"requirements.upload_bits = 16 with weights by examples: rounding changes the "
+                f"mean by more than {100 * _COARSE:.0f} % of the clip if clients have fewer than "
+                f"{math.ceil(most * error / _COARSE)} examples on average; equal weights, or a "
+                "weighting.cap near the usual number of examples, avoid that"
             )
 
     def _unwise_regime(self) -> Iterator[str]:
@@ -653,10 +683,9 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         if self.privacy is not None:
             self._check_private_parameters()
             return
-        heaviest = self.weighting.cap or self.max_examples
         ring = RING_16 if self.upload_bits == 16 else RING_32
         levels = fixed_point.levels(goal, ring)
-        needed = fixed_point.needed_levels(self.model_length, heaviest, ring)
+        needed = fixed_point.needed_levels(self.model_length, self.heaviest_examples, ring)
         largest = min(fixed_point.largest_goal(needed, ring), MAX_GOAL)
         remedy = f"lower aggregation_goal (or concurrency) below {largest + 1}"
         if ring == RING_16:

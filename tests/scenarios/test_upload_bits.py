@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from papaya.client.work import Train
-from papaya.config import AsyncFL, Privacy, Requirements, SecureAggregation, TaskConfig
+from papaya.config import (
+    AsyncFL,
+    Privacy,
+    Requirements,
+    SecureAggregation,
+    TaskConfig,
+    Weighting,
+)
 from papaya.config.upload_bits import UploadBits
 from papaya.errors import ConfigError
 from papaya.messages.selection import Capabilities
@@ -94,3 +102,18 @@ def test_the_rounding_error_is_known_at_submission() -> None:
     assert error == pytest.approx(400_000**0.5 / 2 / 326 / 10)
     assert any("9.7 % of the clip" in warning for warning in task.warnings())
     assert a_secure_task(32).rounding_error is None
+
+
+def test_the_error_grows_as_weights_by_examples_shrink() -> None:
+    """At 5 % of the clip there is a warning: with so few examples, the error would be that."""
+    task = a_secure_task(16, regime=AsyncFL(100), model_length=4_000, max_examples=1000)
+    assert task.rounding_error == pytest.approx(0.0097, rel=0.01)
+    assert "0.97 % of the clip" in task.rounding_error_in_words
+    assert "1000/n times as much with n on average" in task.rounding_error_in_words
+    [warning] = [found for found in task.warnings() if "upload_bits" in found]
+    assert "fewer than 195 examples" in warning
+    capped = structs.replace(task, weighting=Weighting("capped", 10))
+    assert any("fewer than 2 examples" in found for found in capped.warnings())
+    equal = structs.replace(task, weighting=Weighting("equal"))
+    assert not any("upload_bits" in found for found in equal.warnings())
+    assert "examples" not in equal.rounding_error_in_words

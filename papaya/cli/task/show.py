@@ -247,7 +247,8 @@ def _combining(config: TaskConfig) -> str:
     words = []
     if config.upload_bits < 32:
         error = config.rounding_error
-        rounded = "" if error is None else f" (rounding error at most {error:.2g} × clip)"
+        full = "" if config.weighting.kind == "equal" else " at full weight"
+        rounded = "" if error is None else f" (rounding error at most {error:.2g} × clip{full})"
         words.append(f"uploaded in {config.upload_bits} bits{rounded}")
     if config.aggregation != Aggregation():
         words.append(f"combined by {config.aggregation.kind}")

@@ -141,6 +141,8 @@ def run(options: TaskSubmitOptions) -> int:
     for warning in _warnings(options, task, is_signed=found is not None):
         note(f"warning: {warning}")
     config, bundle = task.config, b""
+    if config.rounding_error is not None:
+        note(config.rounding_error_in_words)
     if config.privacy is not None:
         earlier = [] if found is None else earlier_terms(client, config.task, found.owner)
         for line in privacy_in_words(config, earlier):
@@ -174,6 +176,7 @@ def _with_settings(options: TaskSubmitOptions, *, is_signed: bool) -> SubmittedF
         )
     written = loaded_from(options.file)
     loaded = with_client(written, given.client)
+    loaded.try_loop()
     batch_size = loaded.task.client.batch_size
     compiled = _compiled(options, written, batch_size, is_signed=is_signed)
     file = config_in(loaded, compiled)

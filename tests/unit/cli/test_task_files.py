@@ -253,6 +253,26 @@ def test_secure_aggregation_is_one_setting(server: AdminServer, task_file: Path)
     assert view.task == "tiny"
 
 
+def test_the_loop_of_a_task_is_tried_before_it_is_submitted(
+    server: AdminServer, task_file: Path
+) -> None:
+    broken = 'sample=[b"1"],\n    train=lambda local: local.missing,\n    concurrency=4'
+    task_file.write_text(TASK_FILE.replace("concurrency=4", broken))
+    with pytest.raises(OperatorError, match=r"attribute 'missing' \(while trying `sample`: train"):
+        run(server, "task", "submit", task_file)
+
+
+def test_the_rounding_error_of_masked_words_is_printed(
+    server: AdminServer, task_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secure = ("--set", "secure_aggregation.threshold=1", "--set", "clip=1.0")
+    settings = (*secure, "--set", "requirements.upload_bits=16")
+    assert run(server, "task", "submit", task_file, *settings) == 0
+    found = capsys.readouterr().err
+    assert "by at most 0.0026 % of the clip (root mean square) if all have 1500 examples" in found
+    assert "warning: requirements.upload_bits = 16 with weights by examples" in found
+
+
 @pytest.mark.parametrize(
     ("setting", "difference"),
     [
