@@ -200,6 +200,8 @@ class PrivacyAccount:
     def __init__(self, ledger: PrivacyLedger, store: ExampleStore) -> None:
         self._ledger = ledger
         self._store = store
+        # Owners and names of tasks that are known to keep personal tensors.
+        self._keeping: set[tuple[str, str]] = set()
 
     def why_not(self, use: PlannedUse, now: float) -> str:
         """Why the device declines; empty if it does not. For its own log only."""
@@ -221,8 +223,14 @@ class PrivacyAccount:
         """GivenUp if this state of a private task could pass on what its collection has deleted to
         an update in another window of the budget.
         """
+        if state:
+            self._keeping.add((use.owner, use.task))
+            self.check_window(use)
+
+    def check_window(self, use: PlannedUse) -> None:
+        """The same, before training, for tasks that have left a state on this device before."""
         terms = use.terms
-        if not state or terms is None or not terms.privacy:
+        if terms is None or not terms.privacy or (use.owner, use.task) not in self._keeping:
             return
         collection = terms.collection or ""
         policy = self._store.collections.get(collection)

@@ -302,6 +302,8 @@ class DeviceVisit:
                 raise GivenUp("declined", "this device has no ledger for a private task")
         elif reason := await asyncio.to_thread(account.why_not, use, self._process.now()):
             raise GivenUp("declined", reason, hint="papaya client budget shows what was spent")
+        elif not use.evaluates:
+            account.check_window(use)
 
     def _use(self) -> PlannedUse:
         """What this visit would be charged for."""

@@ -74,7 +74,10 @@ class RevisedTrainer(PrivateTrainer):
 class PersonalTrainer(PrivateTrainer):
     """The task has personal tensors."""
 
+    trained = 0
+
     async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
+        self.trained += 1
         return structs.replace(await super().train(assignment, store), device_state=b"head")
 
 
@@ -151,6 +154,22 @@ def test_personal_tensors_need_a_window_of_twice_the_age_of_examples(
         assert charges(path) == []
         with ExampleStore(path, {}) as store:
             assert store.state_of(KEY.partition("/")[0], KEY.partition("/")[0]) == b""
+
+
+def test_a_task_that_was_declined_for_its_window_is_not_trained_again(tmp_path: Path) -> None:
+    """What a task keeps shows only after training: the device trains it once."""
+    budget = structs.replace(BUDGET, window_s=UsePolicy().max_age_s)
+    policies = {"keyboard": UsePolicy(tasks=("*",), budget=budget)}
+    trainer = PersonalTrainer(terms(2.0))
+    store = tmp_path / "device.db"
+
+    async def scenario() -> list[Finish]:
+        async with asyncio.timeout(60), serving() as fake, process() as host:
+            with device(host, fake.url, store=store, policies=policies, trainer=trainer) as phone:
+                return [await phone.visit(), await phone.visit()]
+
+    assert asyncio.run(scenario()) == [Finish("failed", "declined")] * 2
+    assert trainer.trained == 1
 
 
 def test_a_device_declines_what_it_cannot_afford_and_keeps_the_reason(tmp_path: Path) -> None:
