@@ -134,7 +134,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "with signed URLs), or the URL under which a CDN serves the folder `public` of the prefix.",
         "keep_deleted_s": "How long a bucket keeps deleted blobs, so that a backup of the state "
         "can still be restored. A folder keeps none.",
-        "devices": "Address of the listener for devices, of a selector, or of an aggregator with "
+        "devices": "Address of the listener for devices, at a selector, and at an aggregator with "
         "`upload_url`.",
         "admin": "Address of the listener for the admin API, `/metrics` and `/health`.",
         "servers": "Address of the listener for other servers, when roles run in separate "

@@ -283,7 +283,7 @@ def derived_table(**columns: Struct) -> Iterator[str]:
     for name, found in vars(kind).items():
         if isinstance(found, property):
             values = " | ".join(f"`{getattr(column, name)}`" for column in columns.values())
-            meaning = DERIVED.get(name) or (found.__doc__ or "").split("\n")[0]
+            meaning = DERIVED.get(name) or " ".join((found.__doc__ or "").split("\n\n")[0].split())
             yield f"| `{name}` | {values} | {meaning} |\n"
 
 

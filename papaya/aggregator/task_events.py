@@ -1,4 +1,4 @@
-"""What the operator is told about a task while one aggregator holds it (docs/adr/0066)."""
+"""Events of a task for the log, while one aggregator holds it (docs/adr/0066)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from papaya.messages.events import (
 
 
 class TaskEvents:
-    """Each version is told once, although the rows are read many times."""
+    """Each version is logged once, although the rows are read many times."""
 
     def __init__(self, task: TaskId, seq: int, events: list[ServerEvent]) -> None:
         """`events`: where to add events for the log; the aggregator empties it."""
         self._task = task
         self._seq = seq
         self._events = events
-        # The newest version that was told, and why steps on their way to the state store drop their
+        # The newest version that was logged, and why steps on their way to the state store drop their
         # buffers, by version.
-        self._told_version = 0
+        self._logged_version = 0
         self._drops: dict[int, str] = {}
 
     def taken(self, ledger: Ledger) -> None:
@@ -50,9 +50,9 @@ class TaskEvents:
             self._drops[version] = reason
 
     def versions(self, ledger: Ledger, *, has_served: bool) -> None:
-        """Versions that this holder has committed, also if it learns of it by reading the rows."""
+        """Versions that this holder has committed, also if only the rows show that it has."""
         newest = ledger.version
-        first = self._told_version + 1 if has_served else newest + 1
+        first = self._logged_version + 1 if has_served else newest + 1
         for version in range(first, newest + 1):
             consumed = ledger.consumed.get(version)
             updates = 0 if consumed is None else len(consumed.members)
@@ -60,5 +60,5 @@ class TaskEvents:
             if (why := self._drops.get(version)) is not None:
                 event = BufferDropped(self._task, ledger.run, version, updates, why)
             self._events.append(event)
-        self._told_version = newest
+        self._logged_version = newest
         self._drops = {v: why for v, why in self._drops.items() if v > newest}

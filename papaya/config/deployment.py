@@ -189,7 +189,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             not self.upload_url or (found is not None and int(found["port"] or 0) <= _MAX_PORT),
             "upload_url",
             self.upload_url,
-            "is not the address of a server, without a path",
+            "is not the URL of a server without a path",
             'write for example upload_url = "https://aggregator-1.example:8750"',
         )
         require(

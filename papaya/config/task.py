@@ -211,8 +211,8 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def rounding_error(self) -> float | None:
-        """What rounding to masked words of 16 bits adds to the mean of K updates of full weight, as
-        a share of the clip: the root mean square of its norm, at most. None with other words.
+        """The error of the mean of K updates of full weight in masked words of 16 bits, as a share
+        of the clip: an upper bound of its root mean square. None with other words.
         """
         if not self.is_secure or self.upload_bits != 16:
             return None
@@ -616,7 +616,7 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             field,
             bits,
             "masked words of 16 bits have no room for noise: rounding at random makes updates "
-            "longer than the clip, which the noise must hide",
+            "longer than the clip that the noise is scaled to",
             "leave it out, or leave out privacy",
         )
 
