@@ -23,7 +23,7 @@ class TaskEvents:
         self._task = task
         self._seq = seq
         self._events = events
-        # The newest version that was logged, and why steps on their way to the state store drop their
+        # The newest logged version, and why steps on their way to the state store drop their
         # buffers, by version.
         self._logged_version = 0
         self._drops: dict[int, str] = {}

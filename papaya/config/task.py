@@ -220,7 +220,7 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def rounding_error_in_words(self) -> str:
-        """The same, for people, with what fewer examples make of it; empty with other words."""
+        """The rounding error as a sentence for the owner; empty with other words."""
         if (error := self.rounding_error) is None:
             return ""
         words = (
@@ -230,7 +230,7 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         if self.weighting.kind == "equal":
             return words
         most = self.heaviest_examples
-        return f"{words} if all have {most} examples, and {most}/n times as much with n on average"
+        return f"{words} if all have {most} examples; with n on average, {most}/n times as much"
 
     @property
     def heaviest_examples(self) -> int:

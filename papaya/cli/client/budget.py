@@ -39,7 +39,8 @@ def add_to(actions: Commands) -> None:
         "budget",
         help="show what this device has spent of its privacy budgets",
         description="Show, for each collection, the privacy budget, what was spent, on which "
-        "tasks, and where too little is left for another participation. Only the device knows this; it is never sent.",
+        "tasks, and where too little is left for another participation. Only the device knows "
+        "this; it is never sent.",
     )
     parser.add_argument(
         "--store",
