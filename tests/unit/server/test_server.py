@@ -16,7 +16,7 @@ import pytest
 from papaya import __version__
 from papaya.clock import Clock
 from papaya.config import Deployment, ServerConfig
-from papaya.config.deployment import ROLES
+from papaya.config.deployment import ROLES, Role
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.http.pool import ConnectionPool
 from papaya.messages import wire
@@ -314,10 +314,18 @@ def test_a_server_that_takes_fewer_connections_says_so(
     assert "each listener takes 500 (hint: raise the limit with ulimit -n" in caplog.text
 
 
-def test_proxies_and_the_limit_per_address_are_for_devices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("roles", [ROLES, ("aggregator",)])
+def test_proxies_and_the_limit_per_address_are_for_devices(
+    tmp_path: Path, roles: tuple[Role, ...]
+) -> None:
+    """At a selector, and at an aggregator to which devices upload directly."""
+    own: dict[str, object] = {}
+    if roles != ROLES:
+        own = {"coordinators": ("127.0.0.1:1",), "upload_url": "http://aggregator.example:8750"}
+
     async def run() -> None:
-        asked = deployment(tmp_path, proxies=("127.0.0.1",), max_connections_per_address=1)
-        server = Server(asked)
+        limits = {"proxies": ("127.0.0.1",), "max_connections_per_address": 1}
+        server = Server(deployment(tmp_path, **limits, **own), roles)
         await server.start()
         try:
             devices, admin = (
@@ -334,6 +342,7 @@ def test_proxies_and_the_limit_per_address_are_for_devices(tmp_path: Path) -> No
                 retry = wire.to_device.parse(refused.body)
                 assert isinstance(retry, Retry)
                 assert 5 <= retry.after_s == int(refused.headers["retry-after"]) <= 15
+                assert retry.elsewhere
             async with a_client(admin) as first, a_client(admin) as second:
                 assert (await first.ask("GET", "/health")).status == 200
                 assert (await second.ask("GET", "/health")).status == 200
