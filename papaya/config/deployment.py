@@ -20,8 +20,11 @@ from papaya.errors import ConfigError
 
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/?")
 _WEB = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(/[A-Za-z0-9._~-]+)*")
+# Hosts that devices accept (`papaya/device/allowed_hosts.py`), in no more than 512 characters.
 _UPLOAD_URL = re.compile(
-    r"(?P<scheme>https?)://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)(:(?P<port>[0-9]{1,5}))?", re.ASCII
+    r"(?=.{1,512}\Z)(?P<scheme>https?)://"
+    r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)(:(?P<port>[0-9]{1,5}))?",
+    re.ASCII,
 )
 _HOOK = re.compile(
     r"(https://[A-Za-z0-9.-]+|http://127\.0\.0\.1)(:(?P<port>[0-9]{1,5}))?(/[!-~]*)?", re.ASCII
