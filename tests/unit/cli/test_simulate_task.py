@@ -136,7 +136,7 @@ def test_the_regime_can_be_switched(
         (["sweep", "embedding", "--vary", "k=5"], "did you mean K=5?"),
         (["sweep", "embedding", "--vary", "K=1", "--vary", "K=2"], "--vary K is given twice"),
         (["sweep", "embedding", "--vary", "speed=1"], "is not one of concurrency"),
-        (["sweep", "embedding", "--vary", "K=a"], "the form NAME=NUMBER"),
+        (["sweep", "embedding", "--vary", "K=a"], "K = 'a': must be a number"),
         (["sweep", "embedding", "--regime", "both"], "'both' is neither async nor sync"),
     ],
 )

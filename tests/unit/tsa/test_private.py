@@ -305,7 +305,8 @@ def test_implausible_sums(words: list[int], reason: str) -> None:
         ({"aggregation_goal": 1, "threshold": 1}, "aggregation_goal"),
         ({"length": 2**30 + 1}, "length"),
         ({"length": 2**30, "aggregation_goal": 20_000}, "noise_multiplier"),
-        ({"scheme": "papaya-secagg-3"}, "scheme"),
+        ({"scheme": "papaya-secagg-3"}, "noise_multiplier"),
+        ({"scheme": "papaya-secagg-4"}, "scheme"),
     ],
 )
 def test_parameters_that_are_refused(changes: dict[str, object], field: str) -> None:
