@@ -109,7 +109,7 @@ def test_the_error_grows_as_weights_by_examples_shrink() -> None:
     task = a_secure_task(16, regime=AsyncFL(100), model_length=4_000, max_examples=1000)
     assert task.rounding_error == pytest.approx(0.0097, rel=0.01)
     assert "0.97 % of the clip" in task.rounding_error_in_words
-    assert "1000/n times as much with n on average" in task.rounding_error_in_words
+    assert "with n on average, 1000/n times as much" in task.rounding_error_in_words
     [warning] = [found for found in task.warnings() if "upload_bits" in found]
     assert "fewer than 195 examples" in warning
     capped = structs.replace(task, weighting=Weighting("capped", 10))
