@@ -96,8 +96,8 @@ def by_gradients(local: LocalTraining) -> None:
 def run_own_loop(
     train: Callable[[LocalTraining], object], local: LocalTraining, parts: ModuleParts
 ) -> None:
-    """Run the loop of a task. The next client gets the same module, so whatever the loop leaves
-    behind, except values of `parts`, is undone or refused.
+    """Run the loop of a task. The next client gets the same module, so whatever the loop leaves in
+    its tensors, except values of `parts`, is undone or refused. Hooks and other attributes stay.
     """
     module = local.module
     flags = [(value, value.requires_grad) for value in module.parameters()]

@@ -14,6 +14,7 @@ from papaya.config import (
     AsyncFL,
     EvaluationPlan,
     OptimizerConfig,
+    SecureAggregation,
     SyncFL,
     TaskConfig,
     Weighting,
@@ -346,3 +347,16 @@ def test_a_revision_cannot_change_what_stored_data_depends_on(
         owner.revise(found, structs.replace(TASK, **changes), [], 60.0, revision=2)
     allowed = structs.replace(TASK, optimizer=structs.replace(TASK.optimizer, rate=0.5))
     owner.revise(found, allowed, [], 60.0, revision=2)
+
+
+def test_a_revision_cannot_change_the_words_of_stored_masked_sums() -> None:
+    rows = running_rows()
+    secure = structs.replace(TASK, clip=1.0, secure_aggregation=SecureAggregation())
+    needs = structs.replace(secure.requirements, upload_bits=16)
+    narrow = structs.replace(secure, requirements=needs)
+    for before, after in ((secure, narrow), (narrow, secure)):
+        row = structs.replace(TaskRows("next-word", rows).row, config=before)
+        with pytest.raises(OperatorError, match=r"cannot change requirements\.upload_bits"):
+            owner.require_revisable(row, after)
+    clear = structs.replace(TASK, requirements=needs)
+    owner.require_revisable(TaskRows("next-word", rows).row, clear)
