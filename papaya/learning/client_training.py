@@ -35,13 +35,14 @@ def training_batches(
     examples: Sequence[bytes], client: ClientSGD, seed: int, step_done: StepDone = unwatched
 ) -> Iterator[list[bytes]]:
     """The batches of all epochs, in an order drawn from the seed."""
-    orders = training_orders(len(examples), client, seed)
+    orders = training_orders(len(examples), client, np.random.default_rng(seed))
     return _batches(examples, orders, client.steps(len(examples)), client.batch_size, step_done)
 
 
-def training_orders(examples: int, client: ClientSGD, seed: int) -> Iterator[npt.NDArray[np.int64]]:
-    """The order of the examples in each epoch."""
-    rng = np.random.default_rng(seed)
+def training_orders(
+    examples: int, client: ClientSGD, rng: np.random.Generator
+) -> Iterator[npt.NDArray[np.int64]]:
+    """The order of the examples in each epoch; `rng` is that of the client's seed."""
     return (rng.permutation(examples) for _ in range(client.epochs))
 
 

@@ -5,11 +5,11 @@ the compiled one (compiled_gradient.py), and the parameters are one vector, so t
 optimizer is a few operations whatever the number of tensors. A batch of another form than the
 compiled one takes PyTorch's own gradient.
 
-What surrounds the steps is done for many clients together: their examples are read and put into the
-order of their batches at once, and losses and models are checked after the last client. Steps are
-those of one client after the other, from parameters and batches that start at a multiple of 64
-bytes: products of matrices round differently at other addresses. So an update has the same bits
-whichever clients are trained together.
+What surrounds the steps is done for many clients together: their seeds are hashed, their examples
+are read and put into the order of their batches at once, and losses and models are checked after
+the last client. Steps are those of one client after the other, from parameters and batches that
+start at a multiple of 64 bytes: products of matrices round differently at other addresses. So an
+update has the same bits whichever clients are trained together.
 
 A client that diverges is refused all the same, a few clients later.
 """
@@ -31,6 +31,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from papaya.learning.client_generators import generators
 from papaya.learning.client_training import (
     diverged,
     training_batches,
@@ -146,9 +147,9 @@ class CompiledEngine(TorchEngine):
         sizes: list[int] = []  # of a batch and of the gap after it, in turn
         gaps = np.zeros(unit, np.int64)
         start = 0
-        for examples, job in zip(used, jobs, strict=True):
-            for order in training_orders(len(examples), client, job.seed):
-                rows = order + start
+        for examples, rng in zip(used, generators([job.seed for job in jobs]), strict=True):
+            for rows in training_orders(len(examples), client, rng):
+                rows += start
                 for first in range(0, len(rows), client.batch_size):
                     batch = rows[first : first + client.batch_size]
                     gap = -len(batch) % unit
@@ -184,7 +185,7 @@ def _rows_per_line(column: Tensor) -> int:
 @contextmanager
 def _without_collector() -> Iterator[None]:
     """Python's collector of cycles looks at all objects of torch every few hundred batches, which
-    took a fifth of the time of small models. Training makes no cycles.
+    takes a large share of the time of small models. Training makes no cycles.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -198,7 +199,7 @@ def _without_collector() -> Iterator[None]:
 @cache
 def _keep_freed_memory() -> None:
     """Without this, glibc gives the memory of large tensors back to the kernel after every step,
-    and gets it again page by page: up to a third of the time of a step.
+    and gets it again page by page, at every step.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         mallopt(_TRIM_THRESHOLD, _MOST)
