@@ -46,7 +46,7 @@ from papaya.learning.task import LoadedTask
 from papaya.learning.torch.compiled_engine import CompiledEngine
 from papaya.learning.torch.compiled_gradient import Library
 from papaya.learning.torch.engine import TorchEngine
-from papaya.sim.draws import Floats, Ints, splitmix64
+from papaya.sim.draws import Floats, Ints, counters, splitmix64, splitmix64_words
 from papaya.sim.ray_jobs import RayPool
 from papaya.study.workloads.base import Clients, Matrix, Quality, quality
 from papaya.study.workloads.shipped_task import ShippedTask
@@ -198,8 +198,9 @@ class TorchWorkload:
         return found
 
     def _seeds(self, clients: Clients) -> list[int]:
-        pairs = zip(clients.device.tolist(), clients.participation.tolist(), strict=True)
-        return [splitmix64(splitmix64(self._order, device), visit) for device, visit in pairs]
+        of_device = splitmix64_words(np.uint64(self._order), counters(clients.device))
+        seeds: list[int] = splitmix64_words(of_device, counters(clients.participation)).tolist()
+        return seeds
 
 
 @dataclass(frozen=True, slots=True)
