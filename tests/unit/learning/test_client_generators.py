@@ -1,3 +1,5 @@
+"""Generators for many seeds draw the numbers of `default_rng`."""
+
 from __future__ import annotations
 
 import numpy as np
