@@ -158,13 +158,18 @@ def _copy(
 @contextmanager
 def _new_folder(target: Path) -> Iterator[None]:
     """Make a folder; if the block fails, remove it, so that the same command can be repeated."""
-    if target.exists():
+    make_folder(target.parent)
+    try:
+        target.mkdir(mode=0o700)  # of two backups at the same time, one makes it
+    except FileExistsError:
         is_backup = (target / _COMPLETE).exists()
         raise OperatorError(
             f"{target} exists already{'' if is_backup else ', and is not a complete backup'}",
             hint="choose a new folder for each backup",
-        )
-    make_folder(target)
+        ) from None
+    except OSError as error:
+        raise unusable(target, error) from error
+    sync_folder(target.parent)
     try:
         yield
     except BaseException:
