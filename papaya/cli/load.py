@@ -2,7 +2,8 @@
 
 It creates its own task, uploads updates of the given size to it, and cancels and deletes it at the
 end. With --task it uses tasks that exist, and leaves them as they are. The devices have no task
-file, so they are never given a task that was submitted from one.
+file, so they are never given a task that was submitted from one. The task that it creates requires
+a label that only its own devices declare, so no other device is given this task.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from papaya.config import (
     AsyncFL,
     DeviceConfig,
     OptimizerConfig,
+    Requirements,
     SecureAggregation,
     StopRule,
     TaskConfig,
@@ -280,6 +282,7 @@ def _config(options: LoadOptions, task: str) -> TaskConfig:
         model_length=options.update_bytes // 4,
         regime=AsyncFL(aggregation_goal=goal),
         optimizer=OptimizerConfig(kind="fedavg", rate=1.0),
+        requirements=Requirements(labels=(task,)),
         secure_aggregation=SecureAggregation() if options.secure else None,
         clip=_CLIP if options.secure else None,
         max_examples=1,
@@ -333,12 +336,13 @@ async def _run(
         def tell(done: float) -> None:
             progress.update("load", done, _progress(log))
 
+        plan = _plan(options, token, configs)
         process = LoadProcess(log, ca, trust, upload_hosts=options.upload_host)
-        took_s = await run_load(_plan(options, token), process, trainer, log, stopping, tell)
+        took_s = await run_load(plan, process, trainer, log, stopping, tell)
     return _report(options, configs, log, took_s)
 
 
-def _plan(options: LoadOptions, token: str) -> LoadPlan:
+def _plan(options: LoadOptions, token: str, configs: Sequence[TaskConfig]) -> LoadPlan:
     from papaya.device.load import LoadPlan
 
     return LoadPlan(
@@ -356,6 +360,7 @@ def _plan(options: LoadOptions, token: str) -> LoadPlan:
             participation_floor_s=0.0,
         ),
         seed=options.seed,
+        labels=tuple(sorted({label for c in configs for label in c.requirements.labels})),
     )
 
 

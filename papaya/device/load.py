@@ -133,6 +133,7 @@ class LoadDevice:
         token: str | None,
         config: DeviceConfig,
         rng: Random,
+        labels: tuple[str, ...] = (),
         ended: Callable[[Finish, Joined | None], None] = lambda finish, joined: None,
     ) -> None:
         """`ended` gets the end of each visit and, if it joined, the answer to that."""
@@ -142,6 +143,7 @@ class LoadDevice:
         self._capabilities = Capabilities(
             trainer.engine,
             trainer.modules,
+            labels=labels,
             trust_policy=process.trust is not None,
             engine_version=trainer.engine_version,
             upload_bits=FEWEST_BITS,
@@ -402,6 +404,7 @@ class LoadPlan(NamedTuple):
     drain_s: float
     config: DeviceConfig
     seed: int
+    labels: tuple[str, ...]
 
 
 async def run_load(
@@ -423,6 +426,7 @@ async def run_load(
                 token=plan.token,
                 config=plan.config,
                 rng=Random(rng.getrandbits(64)),
+                labels=plan.labels,
                 ended=log.ended,
             )
             for _ in range(plan.devices)
