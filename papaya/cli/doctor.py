@@ -29,9 +29,9 @@ from papaya.attestation.policy import AttestationError, DevicePolicy
 from papaya.attestation.software import SoftwarePlatform
 from papaya.attestation.verify import Evidence, Verified, verify_evidence
 from papaya.cli.admin_client import AdminClient, authority_file
+from papaya.cli.deployment import DeploymentOptions, add_deployment
 from papaya.cli.output import (
     Commands,
-    FormatOptions,
     add_format,
     bind,
     plural,
@@ -48,7 +48,6 @@ from papaya.errors import OperatorError
 from papaya.secagg.parameters import PublicParameters
 from papaya.server.admin.views import SystemStatus
 from papaya.server.certificates import Certificates
-from papaya.server.deployment_file import read_deployment
 from papaya.server.open_files import LEAST, RESERVED, raise_limit
 from papaya.server.public_log import newest_checkpoint
 from papaya.server.resources import open_bucket
@@ -91,10 +90,8 @@ class _Health(msgspec.Struct):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions(FormatOptions):
+class DoctorOptions(DeploymentOptions):
     role: Role | None = None
-    config: Path | None = None
-    data: str | None = None
     trust: Path | None = None
 
 
@@ -111,11 +108,8 @@ def add_to(commands: Commands) -> None:
         choices=ROLES,
         help="role of the server, if it runs one role (default: all roles in one process)",
     )
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="configuration file of `papaya serve`"
-    )
-    parser.add_argument(
-        "--data", metavar="DIR", help="data folder, if it is not the one in the configuration"
+    add_deployment(
+        parser.add_argument_group("server", "The same options as those of its `papaya serve`.")
     )
     parser.add_argument(
         "--trust",
@@ -139,12 +133,10 @@ def run(options: DoctorOptions) -> int:
 
 def examine(options: DoctorOptions) -> Iterator[Diagnosis]:
     try:
-        deployment = Deployment() if options.config is None else read_deployment(options.config)
+        deployment = options.deployment()
     except OperatorError as error:
         yield Diagnosis("configuration", "problem", str(error), error.hint)
         return
-    if options.data is not None:
-        deployment = msgspec.structs.replace(deployment, data=options.data)
     yield Diagnosis("configuration", "good", str(options.config or "defaults, no file"))
     checks: tuple[tuple[str, Callable[[Deployment], Iterator[Diagnosis]]], ...] = (
         ("data folder", _data_folder),
@@ -296,7 +288,10 @@ def _listeners(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis]
             socket.create_connection((host, port), _CONNECT_S).close()
         except OSError as error:
             text = f"{configured} does not answer: {error.strerror or error}"
-            hint = "start the server with `papaya serve`, or check the address and the firewall"
+            hint = (
+                f"start the server with `papaya serve`; if it was started with --{name}, give "
+                "doctor the same option; or check the firewall"
+            )
             yield Diagnosis(f"{name} address", "problem", text, hint)
         else:
             yield Diagnosis(f"{name} address", "good", f"{configured} answers")

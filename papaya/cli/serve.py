@@ -17,7 +17,6 @@ it, with mutual TLS.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import signal
 from dataclasses import dataclass
@@ -27,9 +26,9 @@ from typing import Literal, get_args
 import msgspec
 
 from papaya.attestation.software import SoftwarePlatform
+from papaya.cli.deployment import DeploymentOptions, add_deployment
 from papaya.cli.output import (
     Commands,
-    FormatOptions,
     add_format,
     bind,
     note,
@@ -41,7 +40,6 @@ from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role
 from papaya.errors import InvariantError, OperatorError
 from papaya.messages.events import Level, ServerStopping
-from papaya.server.deployment_file import read_deployment
 from papaya.server.logs import LogFormat, log, start_logging
 from papaya.server.open_files import raise_limit
 from papaya.server.server import Server
@@ -56,17 +54,8 @@ _GATE = "tls:127.0.0.1:8760"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(FormatOptions):
-    """None: the value of the configuration file, or of `Deployment`, is used."""
-
+class ServeOptions(DeploymentOptions):
     role: Role | Literal["tsa", "tsa-gate"] | None = None
-    config: Path | None = None
-    data: str | None = None
-    devices: str | None = None
-    admin: str | None = None
-    servers: str | None = None
-    announce: str | None = None
-    upload_url: str | None = None
     heartbeat: float | None = None
     listen: str | None = None
     tsa: str = _TSA
@@ -87,7 +76,14 @@ def add_to(commands: Commands) -> None:
         choices=(*ROLES, "tsa", "tsa-gate"),
         help="role to run (default: coordinator, selector and aggregator together)",
     )
-    _add_server(parser.add_argument_group("servers"))
+    defaults, servers = Deployment(), parser.add_argument_group("servers")
+    add_deployment(servers)
+    servers.add_argument(
+        "--heartbeat",
+        type=positive,
+        metavar="S",
+        help=f"heartbeat interval, in seconds (default: {defaults.server.heartbeat_s:g})",
+    )
     tsa = parser.add_argument_group("papaya serve tsa, papaya serve tsa-gate")
     tsa.add_argument(
         "--listen",
@@ -105,7 +101,6 @@ def add_to(commands: Commands) -> None:
         choices=("software", "sgx", "tdx"),
         help="platform that attests the TSA; software proves nothing and is for tests only",
     )
-    defaults = Deployment()
     parser.add_argument(
         "--log-format",
         choices=get_args(LogFormat),
@@ -118,37 +113,6 @@ def add_to(commands: Commands) -> None:
     )
     add_format(parser)
     bind(parser, ServeOptions, run)
-
-
-def _add_server(group: argparse._ArgumentGroup) -> None:
-    found = Deployment()
-    group.add_argument(
-        "--config", type=Path, metavar="FILE", help="TOML file with settings (default: none)"
-    )
-    group.add_argument(
-        "--data",
-        metavar="DIR",
-        help=f"folder for state, blobs and tokens (default: {found.data})",
-    )
-    for option, default, words in (
-        ("--devices", found.devices, "address (host:port) to listen on for devices"),
-        ("--admin", found.admin, "address (host:port) of the admin API"),
-        ("--servers", found.servers, "address (host:port) to listen on for other servers"),
-        ("--announce", "the --servers address", "address (host:port) at which they call this one"),
-    ):
-        group.add_argument(option, metavar="ADDRESS", help=f"{words} (default: {default})")
-    group.add_argument(
-        "--upload-url",
-        metavar="URL",
-        help="of an aggregator: where devices may upload to it without a selector in between; it "
-        "then listens on --devices as well (default: none)",
-    )
-    group.add_argument(
-        "--heartbeat",
-        type=positive,
-        metavar="S",
-        help=f"heartbeat interval, in seconds (default: {found.server.heartbeat_s:g})",
-    )
 
 
 def run(options: ServeOptions) -> int:
@@ -170,21 +134,15 @@ def run(options: ServeOptions) -> int:
 
 
 def _deployment(options: ServeOptions) -> Deployment:
-    found = Deployment() if options.config is None else read_deployment(options.config)
-    given = {
-        "data": options.data,
-        "devices": options.devices,
-        "admin": options.admin,
-        "servers": options.servers,
-        "announce": options.announce,
-        "upload_url": options.upload_url,
-        "log_format": options.log_format,
-        "log_level": options.log_level,
+    found = options.deployment()
+    changes = {
+        "log_format": options.log_format or found.log_format,
+        "log_level": options.log_level or found.log_level,
     }
-    changes: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    server = found.server
     if options.heartbeat is not None:
-        changes["server"] = msgspec.structs.replace(found.server, heartbeat_s=options.heartbeat)
-    return msgspec.structs.replace(found, **changes)
+        server = msgspec.structs.replace(server, heartbeat_s=options.heartbeat)
+    return msgspec.structs.replace(found, server=server, **changes)
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:

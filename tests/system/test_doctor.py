@@ -14,6 +14,7 @@ from threading import Thread
 import pytest
 
 from papaya.cli.doctor import Diagnosis, DoctorOptions, examine, run
+from papaya.cli.main import main
 from papaya.config import AsyncFL, SecureAggregation, TaskConfig
 from papaya.store.postgresql import PostgresState
 from tests.postgresql import postgres
@@ -40,10 +41,23 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         admin.until("/admin/status", lambda found: found["leads"] and found["selectors"], 60.0)
         assert run(DoctorOptions(config=config, format="json")) == 0, "the running server"
         graded = {each.subject: each.grade for each in examine(DoctorOptions(config=config))}
+        _check_addresses_on_the_command_line(config)
         for subject in ("configuration", "state", "admin address", "devices address", "server"):
             assert graded[subject] == "good"
         assert server.stop() == 0
         return config
+
+
+def _check_addresses_on_the_command_line(config: Path) -> None:
+    """They are those of `papaya serve`, and override the file."""
+    [where] = [line for line in config.read_text().splitlines() if line.startswith("admin")]
+    bare = config.with_name("bare.toml")
+    bare.write_text(config.read_text().replace(where, "admin = '127.0.0.1:1'"))
+    wrong = [each for each in found(bare) if each.subject == "admin address"]
+    assert [each.grade for each in wrong] == ["problem"]
+    assert "started with --admin" in wrong[0].hint
+    right = where.partition("=")[2].strip().strip("\"'")
+    assert main(["doctor", "--config", str(bare), "--admin", right]) == 0
 
 
 def _token_for_everyone(config: Path, data: Path) -> None:
