@@ -160,6 +160,12 @@ def _locked(path: Path) -> TextIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
+        if "@" in path.stem:
+            raise OperatorError(
+                f"{path.stem} already runs on {path.parent}",
+                hint="stop it, or give this one an address of its own: papaya serve ROLE "
+                "--servers HOST:PORT --admin HOST:PORT",
+            ) from error
         raise OperatorError(
             f"another server already runs on {path.parent}",
             hint="stop it, or give this one a data folder of its own: papaya serve --data DIR",

@@ -197,6 +197,7 @@ class Server:
             self._look_after(self._events.run(prunes="coordinator" in self.roles))
             self._start_webhooks()
             self._tell_if_capped()
+            self._tell_of_upload_url()
         except BaseException:
             await self.stop()
             raise
@@ -229,6 +230,28 @@ class Server:
                 "(hint: raise the limit with ulimit -n or LimitNOFILE)",
                 asked,
                 given,
+            )
+
+    def _tell_of_upload_url(self) -> None:
+        url = self.deployment.upload_url
+        if not url:
+            return
+        if "aggregator" not in self.roles:
+            logger.warning(
+                "upload_url = %s has no effect: this process is not an aggregator "
+                "(hint: set it in the configuration of each aggregator)",
+                url,
+            )
+            return
+        parts, listens_on = urlsplit(url), self.addresses["devices"]
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        if not self.deployment.proxies and not listens_on.endswith(f":{port}"):
+            logger.warning(
+                "devices upload to %s, but this aggregator listens for them on %s (hint: set "
+                "devices to port %d, or ignore this if something forwards that port)",
+                url,
+                listens_on,
+                port,
             )
 
     async def _drain(self) -> None:

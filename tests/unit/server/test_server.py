@@ -68,6 +68,55 @@ def test_two_servers_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_role_that_runs_already_is_named_with_its_address(tmp_path: Path) -> None:
+    taken = deployment(tmp_path, coordinators=("127.0.0.1:1",), announce="here.example:8773")
+
+    async def run() -> None:
+        first, second = (Server(taken, ("aggregator",)) for _ in range(2))
+        await first.start()
+        try:
+            with pytest.raises(
+                OperatorError, match=r"aggregator@here\.example:8773 already"
+            ) as found:
+                await second.start()
+            assert "--servers" in found.value.hint
+            assert "--data" not in found.value.hint
+        finally:
+            await first.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("role", "url", "more", "warning"),
+    [
+        ("aggregator", "http://up.example:9", {}, "devices upload to http://up.example:9, but"),
+        ("aggregator", "http://up.example:9", {"proxies": ("127.0.0.1",)}, ""),
+        ("aggregator", "", {}, ""),
+        ("selector", "http://up.example:9", {}, "has no effect: this process is not an aggregator"),
+    ],
+)
+def test_an_upload_url_that_devices_may_not_reach_is_logged(
+    role: Role,
+    url: str,
+    more: dict[str, object],
+    warning: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    where = deployment(tmp_path, coordinators=("127.0.0.1:1",), upload_url=url, **more)
+
+    async def run() -> None:
+        server = Server(where, (role,))
+        await server.start()
+        await server.stop()
+
+    asyncio.run(run())
+    logged = [each.getMessage() for each in caplog.records if "upload" in each.getMessage()]
+    found = [line for line in logged if "hint: " in line]
+    assert [warning in line for line in found] == ([True] if warning else [])
+
+
 def test_a_role_alone_needs_to_know_its_coordinators(tmp_path: Path) -> None:
     async def run() -> None:
         with pytest.raises(OperatorError, match="without a coordinator") as caught:
