@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -52,7 +53,7 @@ class TaskShowOptions(OneTaskOptions):
 
 def run_list(options: TaskListOptions) -> int:
     tasks = client_for(options).get("/admin/tasks", tuple[TaskView, ...])
-    shown = [view for view in tasks if options.evaluations or not view.evaluates]
+    shown = in_order(view for view in tasks if options.evaluations or not view.evaluates)
     if options.is_json:
         print_json(shown)
     elif shown:
@@ -62,6 +63,16 @@ def run_list(options: TaskListOptions) -> int:
     for warning in filter(None, (lease_warning(view, time.time()) for view in shown)):
         note(options.repeated(f"warning: {warning}"))
     return 0
+
+
+def in_order(views: Iterable[TaskView]) -> list[TaskView]:
+    """Evaluations come after their task, in order of version."""
+
+    def place(view: TaskView) -> tuple[str, int, float]:
+        task, _, version = view.evaluates.rpartition("@")
+        return (task, int(version), view.submitted) if task else (view.task, -1, 0.0)
+
+    return sorted(views, key=place)
 
 
 def task_line(view: TaskView, now: float) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from papaya.cli.admin_client import (
 from papaya.cli.output import print_data
 from papaya.cli.task import watch
 from papaya.cli.task.settings import GivenSettings, changed, changed_client
+from papaya.cli.task.show import in_order
 from papaya.config import (
     Aggregation,
     AsyncFL,
@@ -397,22 +399,29 @@ def test_watch_waits_for_a_server_that_restarts_and_not_for_ever(
         watch.follow(client, "next-word", "completed", 1.0, show, lambda seconds: None)
 
 
+def a_view(task: str = "next-word", **more: Any) -> TaskView:
+    known = {"state": "running", "why": "", "regime": "AsyncFL", "submitted": 0.0, "ended": 0.0}
+    numbers = {"concurrency": 20, "aggregation_goal": 4, "version": 3}
+    return TaskView(**{"task": task, **known, **numbers, **more})
+
+
+def test_evaluations_are_listed_after_their_task_in_order_of_version() -> None:
+    ids = ["next-word", "next-word-eval-95", "next-word-eval-100", "next-word-eval-100-2", "other"]
+    numbers = {"95": ("95", 1.0), "100": ("100", 2.0), "100-2": ("100", 3.0)}
+
+    def view(task: str) -> TaskView:
+        name, _, number = task.partition("-eval-")
+        if not number:
+            return a_view(name)
+        version, submitted = numbers[number]
+        return a_view(task, evaluates=f"{name}@{version}", submitted=submitted)
+
+    assert [each.task for each in in_order(map(view, sorted(ids)))] == ids
+
+
 def test_the_live_display_shows_the_same_numbers_and_the_curve() -> None:
-    task = TaskView(
-        task="next-word",
-        state="running",
-        why="",
-        regime="AsyncFL",
-        concurrency=20,
-        aggregation_goal=4,
-        version=3,
-        submitted=0.0,
-        ended=0.0,
-        halted="the model diverged",
-        utilization=0.98,
-        evaluated=2,
-        loss=1.0,
-        perplexity=2.718,
+    task = a_view(
+        halted="the model diverged", utilization=0.98, evaluated=2, loss=1.0, perplexity=2.718
     )
     config = TaskConfig(task="next-word", concurrency=20, model_length=6)
     points = tuple(PointRow(v, 10.0 * v, 4, 40, 1.5, loss=float(8 - v)) for v in range(8))
