@@ -187,11 +187,13 @@ class SimulatedRun:
         }
         for name, content in contents.items():
             _write(folder / name, content)
+        written = [folder / name for name in _FILES]
         if (source := self.prepared.task_source) is not None:
             _write(folder / record.task_copy, source)
+            written.append(folder / record.task_copy)
         write_whole(folder / "curve.csv", history_table(self.result).write_csv)
         write_whole(folder / "clients.csv", self.clients_table.write_csv)
-        return [*(folder / name for name in _FILES), *self._draw(folder)]
+        return [*written, *self._draw(folder)]
 
     def _saved_spec(self, folder: Path) -> WorkloadSpec:
         """Words that name the data; clients that came from no file are written to one."""

@@ -91,6 +91,8 @@ def test_a_fleet_learns_the_task_and_tells_all_about_it(
     for words in ("right", "99th percentile", "K–S", "update norms", "suggested", "step"):
         assert words in out
     assert "12 clients" in err
+    told = {line for line in err.splitlines() if line.startswith(str(tmp_path))}
+    assert told == {str(path) for path in tmp_path.iterdir()}, "every file that was written"
     assert imread(tmp_path / "curve.png").ndim == imread(tmp_path / "plot.png").ndim == 3
     with (tmp_path / "curve.csv").open() as file:
         rows = list(csv.DictReader(file))
