@@ -7,11 +7,13 @@ one of them is let through, until the TSA answers again.
 
 The child process is started when a task first needs it. It outlives a server that is killed, so
 that the next server finds its open groups; a server that stops cleanly ends it, and its contents
-are lost and counted. Calls block, so make them on threads.
+are lost and counted. Aggregators with one data folder share the child: each holds a lock while it
+uses it, and the last one to stop ends it. Calls block, so make them on threads.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -23,7 +25,7 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -51,6 +53,8 @@ logger = logging.getLogger("papaya.server")
 
 _COLLATERAL_LIFE_S = 3600.0
 _PID_FILE = "tsa.pid"
+_USERS_LOCK = "tsa.lock"  # shared: held while a server uses the child
+_START_LOCK = "tsa-start.lock"  # held while a server starts the child or ends it
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
 T = TypeVar("T")
 _KEY_BYTES = 32
@@ -142,6 +146,7 @@ class TsaConnection:
         self._guard = Lock()
         self._client: TsaClient | None = None
         self._child: subprocess.Popen[bytes] | None = None
+        self._use: TextIO | None = None  # the lock of those who use the child
         self.breaker = Breaker(address or "the socket of this server", now)
         # Software evidence: the collateral, and when it was made.
         self._collateral = (b"", float("-inf"))
@@ -181,7 +186,7 @@ class TsaConnection:
         with self._guard:
             self._disconnect()
             if not self._address:
-                self._end_child()
+                self._release_child()
 
     # -- the connection -----------------------------------------------------------------------
 
@@ -245,14 +250,24 @@ class TsaConnection:
         """Connect to the running TSA; on one machine, start it if none runs."""
         if self._address:
             return self._client_of(self._address)
-        try:
-            # A killed server may have left it.
-            client = self._client_of(self._own_address)
-        except Unavailable as error:
-            if not isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
-                raise  # it runs but does not answer: its groups are not lost
-            self._start_child()
-            client = self._client_of(self._own_address)
+        with _flock(self._data / _START_LOCK, fcntl.LOCK_EX):
+            if self._use is None:
+                self._use = _flock(self._data / _USERS_LOCK, fcntl.LOCK_SH)
+            try:
+                # A killed server may have left it, or another aggregator has started it.
+                client = self._client_of(self._own_address)
+            except Unavailable as error:
+                if not isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
+                    raise  # it runs but does not answer: its groups are not lost
+                self._start_child()
+                client = self._client_of(self._own_address)
+        if self._deployment.coordinators:
+            logger.warning(
+                "the TSA is a child process, which ends with the last aggregator on %s that uses "
+                "it, and open buffers are lost with it (hint: with separate roles run it apart: "
+                "papaya serve tsa --listen unix:/path/to/socket, and set tsa to this address)",
+                self._data,
+            )
         logger.warning(
             "INSECURE: the TSA runs as a child process with software evidence, which proves "
             "nothing; devices accept it only with allow_insecure_software = true"
@@ -295,8 +310,23 @@ class TsaConnection:
         self._child = child
         (self._data / _PID_FILE).write_text(f"{child.pid}\n")
 
+    def _release_child(self) -> None:
+        """End the child, unless another aggregator on the same folder uses it."""
+        if self._use is not None:
+            self._use.close()
+            self._use = None
+        if not (self._data / _PID_FILE).exists():
+            return
+        with _flock(self._data / _START_LOCK, fcntl.LOCK_EX):
+            try:
+                users = _flock(self._data / _USERS_LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            with users:
+                self._end_child()
+
     def _end_child(self) -> None:
-        """End our child, or the one that a killed server left on the same folder."""
+        """End our child, or the one that another server left on the same folder."""
         try:
             pid = int((self._data / _PID_FILE).read_text())
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -341,6 +371,17 @@ class TsaConnection:
             # The TSA answers: seeds of earlier offers are accepted all the same.
             raise TsaError(FAILED, f"cannot use the collateral in {path}: {error}") from error
         return data
+
+
+def _flock(path: Path, how: int) -> TextIO:
+    """A file with a lock on it, which ends when the file is closed or the process ends."""
+    file = path.open("w", encoding="ascii")
+    try:
+        fcntl.flock(file, how)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def child_address(data: Path) -> str:

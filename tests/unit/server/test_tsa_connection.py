@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -154,8 +155,10 @@ def test_a_frozen_child_is_not_started_a_second_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TsaConnection, "_start_child", lambda self: pytest.fail("was started"))
+    connection = a_connection(Clock(), tmp_path)
     with endpoint.listen(f"unix:{tmp_path / 'tsa.sock'}"), pytest.raises(Unavailable):
-        a_connection(Clock(), tmp_path).register(PARAMETERS)
+        connection.register(PARAMETERS)
+    connection.close()
 
 
 def test_a_child_that_was_stopped_ends_with_its_server(
@@ -174,6 +177,25 @@ def test_a_child_that_was_stopped_ends_with_its_server(
         connection._child = child
         connection.close()
         assert child.returncode == -signal.SIGKILL
+
+
+def test_aggregators_with_one_folder_share_a_child_and_the_last_one_ends_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    apart = Deployment(data=str(tmp_path), coordinators=("127.0.0.1:1",))
+    links = [TsaConnection(apart, "", time.time, CLUSTER, PATIENCE_S, PATIENCE_S) for _ in range(2)]
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda link: link.register(PARAMETERS), links))
+    [child] = [link._child for link in links if link._child is not None]
+    first, second = links
+    assert first.identity_public_key == second.identity_public_key
+    first.close()
+    assert child.poll() is None
+    assert second.open_groups(second.register(PARAMETERS)) == []
+    second.close()
+    assert child.wait(PATIENCE_S) is not None
+    assert not (tmp_path / "tsa.pid").exists()
+    assert len(logged(caplog, "hint: with separate roles run it apart: papaya serve tsa")) == 2
 
 
 # -- releases -------------------------------------------------------------------------------------
