@@ -31,6 +31,8 @@ class PapayaError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = self.default_hint if hint is None else hint
+        if self.hint:
+            self.add_note(f"hint: {self.hint}")  # tracebacks show it, as in a notebook
 
 
 class OperatorError(PapayaError):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from traceback import format_exception
+
 import pytest
 
 from papaya import errors
@@ -50,6 +53,13 @@ def test_a_fault_of_one_side_is_not_caught_as_that_of_another() -> None:
 def test_every_error_is_drawn_in_the_tree_of_the_docstring() -> None:
     assert errors.__doc__ is not None
     assert [error.__name__ for error in ALL if error.__name__ not in errors.__doc__] == []
+
+
+def test_a_traceback_has_the_hint_once() -> None:
+    error = pickle.loads(pickle.dumps(OperatorError("no key", hint="papaya owner key")))
+    assert str(error) == "no key"
+    assert "".join(format_exception(error)).count("hint: papaya owner key") == 1
+    assert not hasattr(OperatorError("no key"), "__notes__")
 
 
 def test_a_config_error_names_field_value_problem_and_remedy() -> None:
