@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import cache
+from typing import Final, SupportsFloat, get_args, get_type_hints
+
+from msgspec import Struct, structs
 
 from papaya.errors import ConfigError
 
 MAX_COUNT = 2**31
+_NUMBER: Final = re.compile(r"[+-]?[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?")
 
 
 def require(holds: bool, field: str, value: object, problem: str, remedy: str) -> None:
@@ -24,7 +30,31 @@ def require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError.of(field, value, f"is not one of {', '.join(choices)}", remedy)
 
 
+def require_number(field: str, value: object) -> None:
+    is_quoted = isinstance(value, str) and _NUMBER.fullmatch(value)
+    remedy = f"leave out the quotes: {value}" if is_quoted else f"set {field} to a number"
+    require(isinstance(value, SupportsFloat), field, value, "must be a number", remedy)
+
+
+def require_numbers(settings: Struct, group: str = "") -> None:
+    """Check the types of all fields that are numbers, before values are compared."""
+    values = structs.asdict(settings)
+    for name, types in _number_fields(type(settings)).items():
+        value = values[name]
+        if type(value) not in types:  # which may have that of None or UNSET
+            require_number(f"{group}{name}", value)
+
+
+@cache
+def _number_fields(kind: type[Struct]) -> dict[str, tuple[object, ...]]:
+    """The names of these fields, and the types that they may have."""
+    hints = get_type_hints(kind)
+    types = {name: get_args(hints[name]) or (hints[name],) for name in kind.__struct_fields__}
+    return {name: parts for name, parts in types.items() if int in parts or float in parts}
+
+
 def require_count(field: str, value: int) -> None:
+    require_number(field, value)
     require(
         1 <= value <= MAX_COUNT,
         field,
@@ -35,6 +65,7 @@ def require_count(field: str, value: int) -> None:
 
 
 def require_positive_s(field: str, value: float) -> None:
+    require_number(field, value)
     require(
         math.isfinite(value) and value > 0,
         field,

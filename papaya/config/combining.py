@@ -14,7 +14,7 @@ from typing import Final, Literal, get_args
 
 from msgspec import Struct
 
-from papaya.config.checks import require, require_choice, require_count
+from papaya.config.checks import require, require_choice, require_count, require_numbers
 from papaya.errors import ConfigError
 from papaya.secagg.damping import KINDS, Damping
 from papaya.secagg.errors import ParametersError
@@ -77,6 +77,7 @@ class Staleness(Struct, frozen=True):
     parameters: ExtensionParameters = ()
 
     def __post_init__(self) -> None:
+        require_numbers(self, "staleness.")
         require_name("staleness.kind", self.kind, DAMPINGS)
         require_parameters("staleness", self.parameters, is_built_in=self.is_built_in)
         for kind in DAMPINGS:  # also the settings of functions that are not used
@@ -120,6 +121,7 @@ class Weighting(Struct, frozen=True):
     cap: int | None = None
 
     def __post_init__(self) -> None:
+        require_numbers(self, "weighting.")
         require_choice("weighting.kind", self.kind, get_args(WeightingKind))
         require(
             (self.cap is not None) == (self.kind == "capped"),
@@ -152,6 +154,7 @@ class Aggregation(Struct, frozen=True):
     parameters: ExtensionParameters = ()
 
     def __post_init__(self) -> None:
+        require_numbers(self, "aggregation.")
         require_name("aggregation.kind", self.kind, RULES)
         require_parameters("aggregation", self.parameters, is_built_in=self.is_built_in)
         require(

@@ -6,7 +6,7 @@ import math
 
 from msgspec import Struct
 
-from papaya.config.checks import MAX_COUNT, require, require_count
+from papaya.config.checks import MAX_COUNT, require, require_count, require_numbers
 from papaya.config.metrics import MetricBounds, MetricTarget, check_metrics
 from papaya.config.privacy import EvaluationTerms
 
@@ -27,6 +27,7 @@ class StopRule(Struct, frozen=True, kw_only=True):
     target_metric: MetricTarget | None = None
 
     def __post_init__(self) -> None:
+        require_numbers(self, "stop.")
         for field in ("versions", "patience"):
             value = getattr(self, field)
             if value is not None:
@@ -60,6 +61,7 @@ class EvaluationPlan(Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        require_numbers(self, "evaluation.")
         for field in ("every_versions", "clients"):
             require_count(f"evaluation.{field}", getattr(self, field))
         require(

@@ -6,7 +6,7 @@ import math
 
 from msgspec import Struct
 
-from papaya.config.checks import MAX_COUNT, require
+from papaya.config.checks import MAX_COUNT, require, require_numbers
 from papaya.config.combining import ExtensionParameters, require_name, require_parameters
 
 OPTIMIZERS = ("fedavg", "fedsgd", "fedadam", "fedyogi", "fedadagrad")
@@ -25,6 +25,7 @@ class OptimizerConfig(Struct, frozen=True):
     parameters: ExtensionParameters = ()
 
     def __post_init__(self) -> None:
+        require_numbers(self, "optimizer.")
         require(
             0 <= self.averaged <= MAX_COUNT,
             "optimizer.averaged",

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from msgspec import Struct
 
-from papaya.config.checks import require, require_choice, require_count
+from papaya.config.checks import require, require_choice, require_count, require_numbers
 from papaya.privacy import accountant
 from papaya.secagg.parameters import MAX_DELTA, MIN_DELTA, PRIVATE_SCHEME
 
@@ -174,6 +174,7 @@ class PrivateEvaluation(Struct, frozen=True, kw_only=True):
     max_examples: int = 10
 
     def __post_init__(self) -> None:
+        require_numbers(self, "privacy.evaluation.")
         require(
             (self.share is None) != (self.noise_multiplier is None),
             "privacy.evaluation.share and privacy.evaluation.noise_multiplier",
@@ -221,6 +222,7 @@ class Privacy(Struct, frozen=True, kw_only=True):
     evaluation: PrivateEvaluation | None = None
 
     def __post_init__(self) -> None:
+        require_numbers(self, "privacy.")
         require(
             (self.noise_multiplier is None) != (self.epsilon is None),
             "privacy.noise_multiplier and privacy.epsilon",

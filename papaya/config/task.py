@@ -22,6 +22,7 @@ from papaya.config.checks import (
     require,
     require_choice,
     require_count,
+    require_numbers,
     require_positive_s,
 )
 from papaya.config.combining import Aggregation, Staleness, Weighting
@@ -137,6 +138,7 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
     aggregation: Aggregation = Aggregation()
 
     def __post_init__(self) -> None:
+        require_numbers(self)
         if self.privacy is not None:
             self._take_from(self.privacy)
         self._check_size()
@@ -458,6 +460,10 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         )
 
     def _check_regime(self) -> None:
+        is_regime = isinstance(self.regime, AsyncFL | SyncFL)
+        remedy = "write regime=AsyncFL() or regime=SyncFL()"
+        require(is_regime, "regime", self.regime, "must be an AsyncFL or a SyncFL", remedy)
+        require_numbers(self.regime, "regime.")
         match self.regime:
             case SyncFL(over_selection=over_selection):
                 require(
@@ -603,7 +609,7 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
 
     def _check_upload_bits(self) -> None:
         bits, field = self.requirements.upload_bits, "requirements.upload_bits"
-        require(bits in (8, 16, 32), field, bits, "is not 8, 16 or 32", "use 16")
+        require(bits in (8, 16, 32), field, bits, "is not 8, 16 or 32", "use 8, 16 or 32")
         require(
             bits != 8 or not self.is_secure,
             field,

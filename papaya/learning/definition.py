@@ -35,7 +35,7 @@ from papaya.config import (
     TaskConfig,
     Weighting,
 )
-from papaya.config.checks import require, require_choice, require_count
+from papaya.config.checks import require, require_choice, require_count, require_numbers
 from papaya.config.upload_bits import UploadBits
 from papaya.errors import ConfigError, InvariantError
 from papaya.learning.example_fields import ExampleField
@@ -69,6 +69,7 @@ class Examples(Struct, frozen=True, forbid_unknown_fields=True):
     newest_first: bool = True
 
     def __post_init__(self) -> None:
+        require_numbers(self, "examples.")
         require(
             0 < len(self.collection) <= 64,
             "examples.collection",
@@ -111,6 +112,7 @@ class ClientSGD(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     precision: ClientPrecision | UnsetType = UNSET
 
     def __post_init__(self) -> None:
+        require_numbers(self, "client.")
         require(
             0 < self.rate <= _MAX_RATE,
             "client.rate",
@@ -277,6 +279,20 @@ class TaskTerms(Struct, frozen=True):
         return self.privacy.evaluation if self.privacy else None
 
 
+_KINDS = {
+    "name": str,
+    "examples": Examples,
+    "client": ClientSGD,
+    "optimizer": OptimizerConfig,
+    "requirements": Requirements,
+    "stop": StopRule,
+    "staleness": Staleness,
+    "weighting": Weighting,
+    "aggregation": Aggregation,
+}
+"""What some fields of a Task must be."""
+
+
 class Task(Struct, frozen=True, kw_only=True, eq=False):
     """What devices train, on what, and how the server combines it.
 
@@ -354,7 +370,7 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
             "must be callable, or fields",
             "give a function: batch=, or fields: batch=(Numbers(3),)",
         )
-        for field, kind in (("examples", Examples), ("client", ClientSGD), ("name", str)):
+        for field, kind in _KINDS.items():
             value = getattr(self, field)
             remedy = f"write {field}={kind.__name__}(...)"
             require(isinstance(value, kind), field, value, f"must be a {kind.__name__}", remedy)
