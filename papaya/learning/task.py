@@ -168,24 +168,24 @@ class LoadedTask:
             hint = f"metrics are called with the module and the tensors that batch returns: {made}"
             raise _located(self.path, error, f"{what}: metrics", hint) from error
 
-    def try_loop(self) -> None:
-        """Train on `sample` if the task has a loop of its own; ConfigError says where it fails.
+    def try_loop(self, examples: Sequence[bytes], what: str) -> None:
+        """Train on them if the task has a loop of its own; ConfigError says where it fails.
 
         This is not done when a file is loaded: it computes gradients, see
         papaya/device/fork_server.py.
         """
         from papaya.learning.torch.engine import TorchEngine  # imports torch
 
-        if self.task.train is None or not self.task.sample:
+        if self.task.train is None or not examples:
             return
         try:
-            TorchEngine(self).train(self.initial_parameters(), self.task.sample, seed=0)
+            TorchEngine(self).train(self.initial_parameters(), examples, seed=0)
         except Exception as error:
-            raise self.loop_failed(error, "`sample`") from error
+            raise self.loop_failed(error, what) from error
 
     def loop_failed(self, error: Exception, what: str) -> ConfigError:
         hint = "train is called with a LocalTraining (papaya/learning/torch/local_training.py)"
-        return _located(self.path, error, f"{what}: train", hint)
+        return _located(self.path, error, f"{what}: train", hint, self.task.train)
 
 
 def load_task(path: Path, frozen: Path | None = None) -> LoadedTask:
@@ -302,11 +302,20 @@ def _described(value: object) -> str:
 
 
 def _located(
-    path: Path, error: BaseException, tried: str | None = None, hint: str | None = None
+    path: Path,
+    error: BaseException,
+    tried: str | None = None,
+    hint: str | None = None,
+    function: object = None,
 ) -> ConfigError:
-    """The error with the deepest line of the owner's file that was running."""
+    """The error with the deepest line of the owner's file that was running, or else with the first
+    line of the function.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    code = getattr(function, "__code__", None)
+    if not lines and code is not None and code.co_filename == str(path):
+        lines = [code.co_firstlineno]
     place = f"{path}:{lines[-1]}" if lines else str(path)
     while_trying = "" if tried is None else f" (while trying {tried})"
     if isinstance(error, PapayaError):

@@ -176,7 +176,7 @@ def _with_settings(options: TaskSubmitOptions, *, is_signed: bool) -> SubmittedF
         )
     written = loaded_from(options.file)
     loaded = with_client(written, given.client)
-    loaded.try_loop()
+    loaded.try_loop(loaded.task.sample, "`sample`")
     batch_size = loaded.task.client.batch_size
     compiled = _compiled(options, written, batch_size, is_signed=is_signed)
     file = config_in(loaded, compiled)

@@ -109,7 +109,7 @@ def run_own_loop(
             value.requires_grad_(flag).grad = None
     if result is not None:
         raise OperatorError(
-            f"train returned a {type(result).__name__}, expected nothing",
+            f"train returned an object of type {type(result).__name__}, expected nothing",
             hint="change local.module in place: with torch.no_grad(): parameter.copy_(values)",
         )
     after = _marks(module, parts)

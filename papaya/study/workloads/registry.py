@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from papaya.config import OptimizerConfig, TaskConfig
-from papaya.errors import CannotCompile, OperatorError
+from papaya.errors import CannotCompile, ConfigError, Diverged, OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.entry_points import load_used
 from papaya.learning.parameters import Manifest
@@ -220,6 +220,11 @@ def with_source(
     """A task file and examples from anywhere."""
     # Before anything is recorded: what fails on an example fails at once.
     loaded.try_on(source.training(0)[:1], f"the first example of client 0 of {source.name}")
+    try:
+        loaded.try_loop(source.training(0), f"the examples of client 0 of {source.name}")
+    except ConfigError as error:
+        if not isinstance(error.__cause__, Diverged):  # a run may have other rates
+            raise
     library, steps = _library(spec.steps, loaded, source)
     task = loaded.config()
     load_used(task)

@@ -122,7 +122,7 @@ def _adds_a_tensor(local: LocalTraining) -> None:
 @pytest.mark.parametrize(
     ("loop", "problem"),
     [
-        (_returns, "train returned a OrderedDict, expected nothing"),
+        (_returns, "train returned an object of type OrderedDict, expected nothing"),
         (_replaces, "train replaced 'body.weight' by another tensor"),
         (_doubles, "train replaced 'body.weight' by another tensor"),
         (_changes_a_buffer, "train changed 'scale', which clients neither upload nor keep"),
@@ -193,4 +193,4 @@ def test_an_error_in_a_loop_names_its_line(tmp_path: Path) -> None:
     file.write_text(TASK)
     loaded = load_task(file)
     with pytest.raises(ConfigError, match=r"t\.py:7: AttributeError.*while trying `sample`: train"):
-        loaded.try_loop()
+        loaded.try_loop(loaded.task.sample, "`sample`")
