@@ -23,7 +23,8 @@ clients train with PyTorch's operators (`eager`) or with compiled code, as `--st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec import structs
 
+from papaya.config.checks import require_count, require_number
 from papaya.errors import OperatorError
 from papaya.learning.task import NO_FILE, LoadedTask, Task, load_task, loaded_in_memory
 from papaya.progress import Progress
@@ -100,7 +102,6 @@ def simulate(
     With `output`, everything is written there, and a call that was interrupted resumes. Clients
     train in so many `processes`, or on the Ray cluster with the address `ray`.
     """
-    prepared = _prepared(task, clients, partition, seconds_per_example, judges, population, steps)
     setting = {
         "concurrency": concurrency,
         "K": goal,
@@ -108,6 +109,11 @@ def simulate(
         "client_rate": client_rate,
         "server_rate": server_rate,
     }
+    _check_numbers(
+        {"updates": updates, "evaluations": evaluations, "judges": judges, "processes": processes},
+        {"hours": hours, "seed": seed, "seconds_per_example": seconds_per_example, **setting},
+    )
+    prepared = _prepared(task, clients, partition, seconds_per_example, judges, population, steps)
     run = run_of(
         prepared,
         regime,
@@ -158,6 +164,11 @@ def sweep(
     `jobs` above 1 are processes that import the program again: a script keeps its own work under
     `if __name__ == "__main__"`. `ray` is the address of a Ray cluster that does the work instead.
     """
+    _check_numbers(
+        {"updates": updates, "evaluations": evaluations, "judges": judges, "seeds": seeds}
+        | {"jobs": jobs},
+        {"hours": hours, "target": target, "seconds_per_example": seconds_per_example},
+    )
     prepared = _prepared(task, clients, partition, seconds_per_example, judges, population, steps)
     if isinstance(task, Task) and (jobs > 1 or ray is not None):
         raise OperatorError(
@@ -261,6 +272,7 @@ def _source(clients: object, loaded: LoadedTask, partition: Partition | None) ->
         return Memory.named("clients", ((str(name), own) for name, own in clients.items()))
     if isinstance(clients, Sequence) and _are_examples(clients):
         return Memory("clients", clients)
+    _refuse_other_examples(clients)
     raise OperatorError(
         f"a {type(clients).__name__} does not say which example belongs to which client",
         hint="add partition='column:NAME', or give a list of examples (bytes) for each client",
@@ -272,6 +284,32 @@ def _are_examples(clients: Any) -> bool:
         isinstance(own, Sequence) and all(isinstance(example, bytes) for example in own)
         for own in clients
     )
+
+
+def _refuse_other_examples(clients: object) -> None:
+    """Lists of examples that are not bytes."""
+    lists = clients.values() if isinstance(clients, Mapping) else clients
+    if not isinstance(lists, Iterable):
+        return
+    for own in lists:
+        for example in own if isinstance(own, list | tuple) else ():
+            if not isinstance(example, bytes):
+                kind = type(example).__name__
+                raise OperatorError(
+                    f"clients has an example of type {kind}: {reprlib.repr(example)}; examples are "
+                    "bytes, as devices store them",
+                    hint="encode it: example.encode()"
+                    if isinstance(example, str)
+                    else "encode it as the task's batch reads it, such as json.dumps(…).encode()",
+                )
+
+
+def _check_numbers(counts: Mapping[str, int], others: Mapping[str, float | None]) -> None:
+    for name, count in counts.items():
+        require_count(name, count)
+    for name, value in others.items():
+        if value is not None:
+            require_number(name, value)
 
 
 def _population(population: PopulationConfig | int) -> PopulationConfig:

@@ -24,6 +24,7 @@ from papaya.config.checks import require
 from papaya.device.example_store import MAX_EXAMPLE_BYTES, Split, split_of
 from papaya.device.use_policy import UsePolicy
 from papaya.errors import OperatorError
+from papaya.progress import plural
 from papaya.sim.draws import Ints
 from papaya.sim.population import DEFAULT, Population, PopulationConfig
 
@@ -110,7 +111,7 @@ class Memory:
             self._held_out.append(sides["validation"])
             hasher.update(_fingerprint(examples))
         if not self._training:
-            raise OperatorError(f"{name} contains no examples", hint="use data that is not empty")
+            raise _nothing_to_train_on(name, self.left_out.get("no_training_examples", 0))
         self.digest = hasher.hexdigest()[:32]
         self.volumes: Ints = np.array([len(examples) for examples in self._training], np.int64)
 
@@ -123,6 +124,18 @@ class Memory:
 
     def held_out(self, client: int) -> list[bytes]:
         return self._held_out[client]
+
+
+def _nothing_to_train_on(name: str, held_out: int) -> OperatorError:
+    """`held_out`: how many clients have examples, all of which are held out."""
+    if not held_out:
+        return OperatorError(f"{name} contains no examples", hint="use data that is not empty")
+    return OperatorError(
+        f"{name}: all examples of the {plural(held_out, 'client')} are held out, so none is left "
+        "to train on",
+        hint="the content of an example decides on which side it is, a fifth of them is held out, "
+        "and equal examples are on the same side: use more and different examples",
+    )
 
 
 def described(source: Source) -> str:

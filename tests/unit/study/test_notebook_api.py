@@ -97,6 +97,12 @@ def test_a_sweep_has_a_row_for_each_setting(tmp_path: Path) -> None:
         ({"clients": [{"x": 1}]}, "which example belongs to which client"),
         ({"clients": [[b"1"]], "partition": "column:user"}, "pair or a mapping"),
         ({"clients": some_clients(), "regime": "sync", "goal": 3}, "only with the regime async"),
+        ({"clients": [["{}"]]}, "an example of type str: '{}'; examples are bytes"),
+        ({"clients": {"a": [b"1", {"x": 1}]}}, "an example of type dict"),
+        ({"clients": [[]]}, "clients contains no examples"),
+        ({"clients": [[b"{}", b"{}"]]}, "all examples of the 1 client are held out"),
+        ({"clients": some_clients(), "updates": "50"}, "updates = '50': must be a number"),
+        ({"clients": some_clients(), "hours": "two"}, "hours = 'two': must be a number"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], problem: str) -> None:
