@@ -52,9 +52,11 @@ def find(group: ExtensionGroup, name: str) -> Any:
 
 
 def meant(group: ExtensionGroup, name: str) -> str:
-    """The beginning of a hint: the built-in name that may have been misspelt."""
-    close = get_close_matches(name, _BUILT_IN[group], n=1)
-    return f"did you mean {close[0]}? otherwise, " if close else ""
+    """The beginning of a hint: the built-in name that may have been misspelt, or all of them."""
+    names = _BUILT_IN[group]
+    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    start = f"did you mean {close[0]}?" if close else f"built in are {', '.join(names)};"
+    return f"{start} otherwise, "
 
 
 def used_by(config: TaskConfig) -> list[tuple[ExtensionGroup, str]]:

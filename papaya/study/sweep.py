@@ -235,7 +235,7 @@ def with_setting(
 
 def with_rates(rates: Rates, setting: Mapping[str, SweptValue]) -> Rates:
     bits = int(setting.get("upload_bits", rates.upload_bits))
-    require(bits in (8, 16, 32), "upload_bits", bits, "is not 8, 16 or 32", "leave it out")
+    require(bits in (8, 16, 32), "upload_bits", bits, "is not 8, 16 or 32", "use 8, 16 or 32")
     document: dict[str, Any] = msgspec.to_builtins(rates) | {"upload_bits": bits}
     if "client.optimizer" in setting:
         for field in ADAM_DEFAULTS:

@@ -210,6 +210,22 @@ def test_an_impossible_value_is_refused_before_anything_runs(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("staleness.kind", "poly", "did you mean polynomial?"),
+        ("staleness.kind", "none", "built in are polynomial, hinge, constant;"),
+        ("upload_bits", 12.0, "use 8, 16 or 32"),
+    ],
+)
+def test_a_refused_value_comes_with_those_there_are(
+    name: str, value: float | str, hint: str, prepared: Prepared
+) -> None:
+    with pytest.raises(OperatorError) as caught:
+        runs_of(structs.replace(SMALL, vary={name: (value,)}), prepared)
+    assert caught.value.hint.startswith(hint)
+
+
 def test_a_goal_of_the_file_holds_for_its_own_regime_and_concurrency(prepared: Prepared) -> None:
     task = structs.replace(prepared.task, concurrency=50, regime=AsyncFL(7, 90))
     assert with_setting(task, None, {}) == task
