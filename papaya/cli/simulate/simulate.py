@@ -156,9 +156,10 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--rerun",
         type=Path,
         metavar="RUN.json",
-        help="repeat the run of this file, which every run writes into its output folder, and "
-        "compare the numbers; TASK.py and --data say where they are now, if they were moved. "
-        "Results go to the folder `rerun` beside the file, unless --output names another",
+        help="repeat the run of this file, which every run writes into its output folder (or name "
+        "the folder), and compare the numbers; TASK.py and --data say where they are now, if they "
+        "were moved. Results go to the folder `rerun` beside the file, unless --output names "
+        "another",
     )
 
 

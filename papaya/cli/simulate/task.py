@@ -46,6 +46,7 @@ from papaya.study.workloads.registry import Prepared, prepare
 
 _UPDATES, _EVALUATIONS = 5000, 20
 _MANY = 100.0  # perplexities from here on have one decimal
+_MUCH_WORSE = 1.1  # times the lowest loss
 _MOST_FINITE = 700.0  # exp() of more overflows
 
 
@@ -77,6 +78,8 @@ def rerun_task(options: SimulateOptions, path: Path) -> int:
     """Repeat a run from its file. The exit code is 1 if the numbers differ."""
     from papaya.study import learning_plots  # noqa: F401 - as above
 
+    if path.is_dir():
+        path /= "run.json"
     file = read_run_file(path)
     task = None if options.task_file is None else str(options.task_file)
     prepared = prepared_again(path, file, task, options.data)
@@ -196,7 +199,7 @@ def summary(learnt: RunResult) -> str:
         last = f"loss {learnt.end.all:.4f} before that"
         whole = "the lines below describe the whole recording"
         rows.insert(1, ("diverged", f"{learnt.curve.diverged}; {last}; {whole}"))
-    return "\n".join([head, *lines(rows)]) + "\n\n" + _qualities(learnt)
+    return "\n".join([head, *lines(rows)]) + "\n\n" + _qualities(learnt) + _best(learnt)
 
 
 def _used(fleet: FleetSummary) -> str:
@@ -240,6 +243,14 @@ def _qualities(learnt: RunResult) -> str:
             cells[1::2] = ["–"] * (len(cells) // 2)
         rows.append((words, *cells))
     return table(header, rows)
+
+
+def _best(learnt: RunResult) -> str:
+    """A line about the best version, if the last one is much worse."""
+    best = min(learnt.curve.points, key=lambda point: point.quality.all)
+    if learnt.end.all <= _MUCH_WORSE * best.quality.all:
+        return ""
+    return f"\nbest: loss {best.quality.all:.4f} at version {best.version}"
 
 
 def _perplexity(loss: float) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from matplotlib.image import imread
+from msgspec import structs
 
 from papaya.cli.main import main
 from papaya.cli.simulate.task import summary
@@ -88,6 +89,12 @@ def test_a_fleet_learns_the_task_and_tells_all_about_it(
     assert report["fleet"]["tasks"][0]["task"] == "signs"
     assert learnt.start.metrics["right"].all < learnt.end.metrics["right"].all <= 1
     assert "perplexity" not in out, "the task does not ask for it"
+    assert "best:" not in out
+    first, *rest = learnt.curve.points
+    worse = structs.replace(first.quality, all=2 * first.quality.all)
+    curve = structs.replace(learnt.curve, points=(first, structs.replace(rest[-1], quality=worse)))
+    degraded = summary(structs.replace(learnt, curve=curve))
+    assert degraded.endswith(f"\nbest: loss {first.quality.all:.4f} at version 0")
     for words in ("right", "99th percentile", "K–S", "update norms", "suggested", "step"):
         assert words in out
     assert "12 clients" in err
@@ -186,6 +193,25 @@ def test_a_task_that_fails_on_the_data_is_refused_before_anything_runs(
     assert tried in err
     assert hint in err
     assert "recorded" not in err
+
+
+@pytest.mark.parametrize(
+    ("loop", "problem"),
+    [
+        ("local.steps(1)", ":18: TypeError: 'int' object is not callable"),
+        ("return 3", ":17: train returned an object of type int, expected nothing"),
+    ],
+)
+def test_a_training_loop_is_tried_before_anything_runs(
+    loop: str, problem: str, own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    own_loop = f"def train(local):\n    {loop}\n\ntask = Task(\n    train=train,"
+    path.write_text(TASK.replace("task = Task(", own_loop))
+    assert simulate([str(path), *own[1:]], tmp_path / "out") == 2
+    err = capsys.readouterr().err
+    assert f"error: {path}{problem} (while trying the examples of client 0" in err
+    assert not (tmp_path / "out" / "resume").exists()
 
 
 def test_an_example_that_fails_during_the_run_is_named(
@@ -402,7 +428,7 @@ def test_a_run_is_repeated_from_its_file(
 ) -> None:
     options = ["--goal", "5", "--client-rate", "0.25", "--seed", "9", "--device", "dropout=0.3"]
     assert simulate(own, tmp_path / "one", *options) == 0
-    again = ["simulate", "--rerun", str(tmp_path / "one" / "run.json")]
+    again = ["simulate", "--rerun", str(tmp_path / "one")]
     assert main([*again, "--output", str(tmp_path / "two")]) == 0
     assert f"the same numbers as in {tmp_path / 'one' / 'run.json'}" in capsys.readouterr().err
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
