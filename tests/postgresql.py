@@ -82,12 +82,18 @@ class Postgres:
                 time.sleep(_POLL_S)
 
     def kill(self) -> None:
-        """SIGKILL to the server and its backends: nothing is finished."""
-        for pid in self.pids:
+        """SIGKILL to the server and its backends: nothing is finished. Returns when all are gone,
+        because a server does not start while one of them holds the shared memory.
+        """
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)  # it starts no further backend
+        found = self.pids
+        for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        assert self._process is not None
         self._process.wait()
+        while any(_is_alive(pid) for pid in found):
+            time.sleep(_POLL_S)
 
     @property
     def pids(self) -> list[int]:
@@ -117,6 +123,7 @@ class Postgres:
         """For all connections of the server."""
         self.execute(f"ALTER SYSTEM SET {name} = {value!r}")
         self._reload(name, value)
+        self.execute("CHECKPOINT")  # the checkpointer decides whether commits wait for a standby
         try:
             yield
         finally:
@@ -161,6 +168,14 @@ class Postgres:
     def _run(self, program: str, *arguments: str) -> None:
         command = [str(_programs() / program), "-D", str(self.folder / "data"), *arguments]
         subprocess.run(command, user=self._user, check=True, capture_output=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 @cache
