@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sqlite3
 import ssl
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -15,6 +17,7 @@ from random import Random
 import pytest
 
 from papaya.config import AsyncFL, OptimizerConfig, TaskConfig
+from papaya.store.clusters import state_file
 from tests.system.admin import Admin
 from tests.system.fleet import Book, briefly, fleet, some_across_failures
 from tests.system.oracle import Books
@@ -168,12 +171,25 @@ async def _freeze_the_holder(apart: Apart, book: Book) -> None:
     """It comes back when another holds the task, and finds that it may write nothing."""
     holder = await asyncio.to_thread(apart.holder)
     await _until_mid_upload(book)
-    holder.send(signal.SIGSTOP)
+    await asyncio.to_thread(_freeze_between_commits, holder, state_file(apart.installation.data))
     book.next_era()
     await _more(book, 2 * _GOAL)
     assert await asyncio.to_thread(apart.holder) is not holder
     holder.send(signal.SIGCONT)
     await _more(book, 2 * _GOAL)
+
+
+def _freeze_between_commits(server: ServerProcess, state: Path) -> None:
+    """In the middle of a commit it would hold the lock of the database until it goes on."""
+    while True:
+        server.send(signal.SIGSTOP)
+        with closing(sqlite3.connect(state, timeout=1.0, isolation_level=None)) as database:
+            try:
+                database.execute("BEGIN IMMEDIATE")
+                database.execute("ROLLBACK")
+                return
+            except sqlite3.OperationalError:
+                server.send(signal.SIGCONT)
 
 
 async def _kill_the_coordinator(apart: Apart, book: Book) -> None:

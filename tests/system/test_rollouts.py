@@ -87,7 +87,7 @@ def test_bad_settings_are_taken_back_and_good_ones_reach_all_devices(tmp_path: P
             )
             assert (begun["state"], begun["share"], begun["revision"]) == ("running", 0.9, 2)
             back = until_rollout(world, "rolled_back")
-            assert re.match("loss |100 % of its participations fail", back["rollout"]["why"])
+            assert re.match(r"loss |\d+ % of its participations fail", back["rollout"]["why"])
             assert back["task"]["revision"] == 3
             restored = back["task"]["version"]
             world.admin.until_task(run, lambda found: found["evaluated"] >= restored, STEP_S)
