@@ -187,7 +187,7 @@ def test_slow_peers_are_cut_off(
         async with under_attack(shop) as server, a_client(server.port) as client:
             client.send(beginning)
             answer = asyncio.create_task(client.rest())
-            while drip and not answer.done():
+            while drip and not (answer.done() or client.writer.is_closing()):
                 client.send(drip)
                 await asyncio.sleep(0.01)
             return await answer
