@@ -52,13 +52,10 @@ class BothWays(Book):
 
 def test_direct_uploads_count_once_across_lost_answers_copies_and_a_kill(tmp_path: Path) -> None:
     made = make_certificates(tmp_path / "tls")
-    files = {
-        "tls_certificate": str(made.certificate),
-        "tls_key": str(made.key),
-        "tls_authority": str(made.authority),
-    }
     with Installation(tmp_path) as installation:
-        apart = Apart(installation, selectors=1, aggregators=2, shared=files, direct="https")
+        apart = Apart(
+            installation, selectors=1, aggregators=2, shared=made.listeners(), direct="https"
+        )
         apart.start()
         tls = ssl.create_default_context(cafile=str(made.authority))
         apart.admin(tls).submit(CONFIG)

@@ -264,13 +264,8 @@ async def _change_the_leader_twice(apart: Apart) -> Book:
 
 def test_all_listeners_with_tls(tmp_path: Path) -> None:
     made = make_certificates(tmp_path / "tls")
-    files = {
-        "tls_certificate": str(made.certificate),
-        "tls_key": str(made.key),
-        "tls_authority": str(made.authority),
-    }
     with Installation(tmp_path) as installation:
-        apart = Apart(installation, selectors=1, aggregators=1, shared=files)
+        apart = Apart(installation, selectors=1, aggregators=1, shared=made.listeners())
         apart.start()
         tls = ssl.create_default_context(cafile=str(made.authority))
         apart.admin(tls).submit(CONFIG)
@@ -371,19 +366,20 @@ async def _kill_at_random(apart: Apart, kills: int) -> Book:
         book = flying.book
         for _ in range(kills):
             await _until_mid_upload(book)
-            await _hurt(book, rng.sample(apart.installation.servers, rng.choice((1, 1, 2))), rng)
+            victims = rng.sample(apart.installation.servers, rng.choice((1, 1, 2)))
+            await _hurt(book, victims, state_file(apart.installation.data), rng)
         book.last_era()
         await _more(book, 2 * _GOAL)
         await flying.go_home(_STEP_S)
     return book
 
 
-async def _hurt(book: Book, victims: list[ServerProcess], rng: Random) -> None:
+async def _hurt(book: Book, victims: list[ServerProcess], state: Path, rng: Random) -> None:
     """Each is killed or frozen, and comes back."""
     frozen = [server for server in victims if rng.random() < 0.5]
     for server in victims:
         if server in frozen:
-            server.send(signal.SIGSTOP)
+            await asyncio.to_thread(_freeze_between_commits, server, state)
         else:
             server.kill()
     book.next_era()

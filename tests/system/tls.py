@@ -36,6 +36,14 @@ class Certificates(NamedTuple):
             "servers_key": str(self.key),
         }
 
+    def listeners(self) -> dict[str, str]:
+        """The settings of a server that shows this certificate to devices and operators."""
+        return {
+            "tls_authority": str(self.authority),
+            "tls_certificate": str(self.certificate),
+            "tls_key": str(self.key),
+        }
+
     def deployment(self) -> Deployment:
         return Deployment(
             servers_authority=str(self.authority),
