@@ -74,7 +74,9 @@ def test_a_failover_can_be_told_from_the_logs_alone(tmp_path: Path) -> None:
         told = events(*installation.servers)
         found = rows(installation.data, LEADER_KEY, fence_key(CONFIG.task))
 
-    leaders = [event for event in told if event["event"] == "leadership_gained"]
+    gained = [event for event in told if event["event"] == "leadership_gained"]
+    # On a busy machine a leader may renew its lease late, and goes on in the same epoch.
+    leaders = [event for event in gained if event["why"] != "its lease was renewed late"]
     assert [event["epoch"] for event in leaders] == list(range(1, len(leaders) + 1))
     row = found[LEADER_KEY]
     assert isinstance(row, LeaderRow)
