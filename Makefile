@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(BIN)/python tools/install.py --constraint constraints.txt
 # Stamps: what is installed, and that it is newer than pyproject.toml and constraints.txt.
 DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
@@ -66,14 +66,15 @@ $(BIN)/pip:
 # executorch asks for a hundred megabytes that only its other uses need: the extra `executorch` names the rest.
 $(DEMO): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'Installing Papaya into $(VENV) (the first time takes some minutes: torch is large)' >&2
-	@$(PIP) install --quiet --constraint constraints.txt torch
-	@$(PIP) install --quiet --constraint constraints.txt --no-deps executorch \
+	@$(INSTALL) torch
+	@$(INSTALL) --no-deps executorch \
 	  || echo 'There is no executorch for this machine: the demo will use --engine torch' >&2
-	@$(PIP) install --quiet --constraint constraints.txt safetensors --editable '.[serve,device,torch,executorch,sim]'
+	@$(INSTALL) safetensors --editable '.[serve,device,torch,executorch,sim]'
 	@touch $@
 
 $(DEV): pyproject.toml constraints.txt | $(BIN)/pip
-	$(PIP) install --constraint constraints.txt torch
-	$(PIP) install --constraint constraints.txt --no-deps executorch
-	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@echo 'Installing Papaya and all tools into $(VENV) (the first time takes some minutes)' >&2
+	@$(INSTALL) torch
+	@$(INSTALL) --no-deps executorch
+	@$(INSTALL) --editable '.[dev]'
 	@touch $(DEMO) $@

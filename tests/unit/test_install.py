@@ -1,0 +1,87 @@
+"""The Makefile's installation: one line of progress, and pip's errors as they are."""
+
+from __future__ import annotations
+
+import io
+import sys
+from textwrap import dedent
+
+import pytest
+
+from tools.install import install, is_long, step_in
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def pip(program: str) -> tuple[str, ...]:
+    """A program in pip's place."""
+    return (sys.executable, "-c", dedent(program))
+
+
+WORKING = pip("""
+    print("Requirement already satisfied: numpy in ./lib (2.2.0)")
+    print("Collecting torch")
+    print("  Downloading https://host/torch-2.13.0-cp311.whl.metadata (26 kB)")
+    print("  Downloading torch-2.13.0-cp311.whl (188.9 MB)")
+    print("Installing collected packages: mpmath, sympy, torch")
+    print("Successfully installed mpmath-1.3.0 sympy-1.13 torch-2.13.0")
+""")
+FAILING = pip("""
+    import sys
+    print("Collecting torch==99")
+    print("ERROR: No matching distribution found for torch==99", file=sys.stderr)
+    sys.exit(1)
+""")
+
+
+@pytest.mark.parametrize(
+    ("line", "step"),
+    [
+        ("Collecting ruamel.yaml>=0.18 (from papaya-fl==0.3)", "looking up ruamel.yaml"),
+        (
+            "  Downloading https://host/a/torch-2.13.0.whl.metadata (26 kB)",
+            "downloading torch-2.13.0.whl (26 kB)",
+        ),
+        ("Installing collected packages: a, b-c, d", "installing 3 packages"),
+        ("Requirement already satisfied: numpy", None),
+    ],
+)
+def test_lines_of_pip_become_steps(line: str, step: str | None) -> None:
+    assert step_in(line) == step
+
+
+def test_only_long_steps_have_a_line_in_a_log() -> None:
+    assert is_long("downloading torch-2.13.0.whl (188.9 MB)")
+    assert is_long("installing 3 packages")
+    assert not is_long("downloading torch-2.13.0.whl (26 kB)")
+    assert not is_long("downloading sympy-1.13.whl (6.2 MB)")
+    assert not is_long("looking up torch")
+
+
+def test_a_log_names_the_long_steps() -> None:
+    log = io.StringIO()
+    assert install(["torch"], log, WORKING) == 0
+    assert log.getvalue() == (
+        "  downloading torch-2.13.0-cp311.whl (188.9 MB)\n  installing 3 packages\n"
+    )
+
+
+def test_a_terminal_shows_every_step_and_ends_with_an_empty_line() -> None:
+    terminal = Terminal()
+    assert install(["torch"], terminal, WORKING) == 0
+    shown = terminal.getvalue()
+    assert "looking up torch" in shown
+    assert "installing 3 packages" in shown
+    assert shown.endswith("\r\x1b[K")
+    assert "\n" not in shown
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_errors_of_pip_are_shown_with_its_last_lines(stream: type[io.StringIO]) -> None:
+    shown = stream()
+    assert install(["torch==99"], shown, FAILING) == 1
+    assert "ERROR: No matching distribution found for torch==99\n" in shown.getvalue()
+    assert shown.getvalue().endswith("the last lines of pip's output:\nCollecting torch==99\n")
