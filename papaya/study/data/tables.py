@@ -21,6 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from papaya.errors import OperatorError
+from papaya.study.data.csv_file import csv_columns
 from papaya.study.data.partition import ByColumn, Partition, shares
 from papaya.study.data.source import Memory
 
@@ -75,8 +76,8 @@ def rows_of_table(table: object, without: Sequence[str] = ()) -> TableRows:
 
 
 def csv_rows(path: Path, without: Sequence[str] = ()) -> TableRows:
-    frame = _reading(path, lambda: _pandas().read_csv(path))
-    return _of_columns(f"CSV {path}", _frame_columns(frame), without)
+    columns = _reading(path, lambda: csv_columns(path))
+    return _of_columns(f"CSV {path}", columns, without)
 
 
 def parquet_rows(path: Path, without: Sequence[str] = ()) -> TableRows:
@@ -122,7 +123,7 @@ def _pandas() -> Any:
         import pandas
     except ImportError as error:
         raise OperatorError(
-            "reading tables needs pandas, which is not installed", hint=_INSTALL
+            "reading Parquet needs pandas, which is not installed", hint=_INSTALL
         ) from error
     return pandas
 

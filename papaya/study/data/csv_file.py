@@ -1,0 +1,75 @@
+"""The columns of a CSV file, with one type for each column.
+
+The first line names the columns. A column has the first of these types that fits all its values:
+
+    whole numbers   12, -3            within 64 bits
+    numbers         0.5, 1e-3, 12     the nearest float
+    booleans        true, False       in lower case, in upper case or with a capital
+    texts           everything else   as it stands in the file
+
+An empty value and the words in `MISSING` are None. The file is UTF-8 text with commas, or such a
+file compressed with gzip (`.gz`). Refused (ValueError): lines with more or fewer values than there
+are columns, two columns with one name.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+MISSING: Final = frozenset({"", "NA", "N/A", "NaN", "nan", "NULL", "null", "None"})
+_WHOLE: Final = re.compile(r"\s*[+-]?[0-9]+\s*")
+_NUMBER: Final = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
+_BOOLEANS: Final = {
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
+_BITS: Final = 64
+_LONGEST_VALUE: Final = 1 << 28
+
+
+def csv_columns(path: Path) -> dict[str, list[Any]]:
+    """The values of each column, in the order of the file."""
+    csv.field_size_limit(_LONGEST_VALUE)  # the default is 128 KiB, which a text may exceed
+    with _opened(path) as file:
+        lines = csv.reader(file, strict=True)
+        try:
+            names = next(lines, [])
+            rows = [_checked(row, names, lines.line_num) for row in lines if row]
+        except csv.Error as error:
+            raise ValueError(f"line {lines.line_num}: {error}") from error
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"{count} columns have the name {name!r}")
+    texts = zip(*rows, strict=True) if rows else ([] for _ in names)
+    return {name: _typed(column) for name, column in zip(names, texts, strict=True)}
+
+
+def _opened(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+def _checked(row: list[str], names: list[str], line: int) -> list[str]:
+    if len(row) != len(names):
+        raise ValueError(f"line {line} has {len(row)} values for {len(names)} columns")
+    return row
+
+
+def _typed(texts: Sequence[str]) -> list[Any]:
+    given = [text for text in texts if text not in MISSING]
+    if all(map(_WHOLE.fullmatch, given)):
+        # Longer ones are identifiers, not quantities: a float would change them.
+        if all(int(text).bit_length() < _BITS for text in given):
+            return [None if text in MISSING else int(text) for text in texts]
+    elif all(map(_NUMBER.fullmatch, given)):
+        return [None if text in MISSING else float(text) for text in texts]
+    elif all(text in _BOOLEANS for text in given):
+        return [_BOOLEANS.get(text) for text in texts]
+    return [None if text in MISSING else text for text in texts]
