@@ -38,6 +38,7 @@ from papaya.learning import extensions
 from papaya.learning.server_optimizer import ServerOptimizer
 from papaya.learning.task import ClientSGD, Examples, OptimizerConfig, SyncFL, Task, Weighting
 from papaya.learning.torch.local_training import LocalTraining
+from papaya.progress import Progress
 from papaya.study.data.partition import Dirichlet
 from papaya.study.data.tables import table_source
 
@@ -156,8 +157,17 @@ def compare(alpha: float, rounds: int = 30) -> list[float]:
     return found
 
 
+def main() -> None:
+    alphas, rows = (0.1, 100.0), []
+    with Progress() as progress:
+        for done, alpha in enumerate(alphas):
+            partition = f"Dirichlet({alpha:g})"
+            progress.update("comparisons", done / len(alphas), f"training on {partition}")
+            plain, corrected = compare(alpha)
+            rows.append(f"{partition:22} {plain:10.4f} {corrected:10.4f}")
+        progress.update("comparisons", 1.0, "done")
+    print("mean loss of the clients   FedAvg   SCAFFOLD", *rows, sep="\n")
+
+
 if __name__ == "__main__":
-    print("mean loss of the clients   FedAvg   SCAFFOLD")
-    for alpha in (0.1, 100.0):
-        plain, corrected = compare(alpha)
-        print(f"Dirichlet({alpha:g})".ljust(22), f"{plain:10.4f} {corrected:10.4f}")
+    main()
