@@ -16,15 +16,16 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from papaya.sim.draws import Floats
 from papaya.sim.plots import COLORS, prepare, save
+from papaya.study.experiments.result import Ratios
 
 Points = Sequence[tuple[float, Sequence[float]]]
 Lines = Mapping[str, Points]
 Bounds = Mapping[str, Sequence[tuple[float, float, str]]]
-_HEIGHT, _WIDTH = 3.6, 4.6
+_HEIGHT, _WIDTH, _ROW = 3.4, 4.6, 0.18  # inches, of a panel and a row of its legend
 _FEW = 12
 _INSIDE = 4
 _ROOM = 0.8
@@ -33,6 +34,7 @@ _UNMET = "target not reached in every recorded run"
 _TRIANGLES = {"at most": "v", "at least": "^"}
 _BINS = 50
 _MARGIN = 1.15
+_NARROW, _WIDE = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0)  # ticks of a logarithm
 
 
 class Panel(NamedTuple):
@@ -60,6 +62,27 @@ class Dots(NamedTuple):
     groups: Sequence[str]
     values: Mapping[str, Sequence[Sequence[float]]]
     paper: Mapping[str, Sequence[float]]
+
+
+def ratio_panel(
+    title: str,
+    y_label: str,
+    found: Mapping[str, Sequence[tuple[float, Ratios]]],
+    paper: tuple[tuple[float, float], ...] = (),
+) -> Panel:
+    """Ratios of two sides on a logarithmic axis, with triangles where only a bound is known."""
+    return Panel(
+        title,
+        y_label,
+        {label: [(x, ratio.exact) for x, ratio in points] for label, points in found.items()},
+        log=True,
+        paper=paper,
+        even=1.0,
+        bounds={
+            label: [(x, fmean(ratio.values), ratio.bound) for x, ratio in points if ratio.bound]
+            for label, points in found.items()
+        },
+    )
 
 
 def by_concurrency(folder: Path, key: str, panels: Sequence[Panel]) -> str:
@@ -96,9 +119,9 @@ def lines(
                 axis.axhline(panel.even, color="#999999", lw=0.8, ls=(0, (4, 3)), zorder=0)
             if falling or ratios:
                 _stretch(axis, panel, falling=falling)
-            _scale(axis, panel)
             _mark_places(axis, panel)
             _mark_bounds(axis, panel, colors)
+            _scale(axis, panel)
             _mark_unmet(axis, panel, colors)
             if panel.caption:
                 axis.text(
@@ -266,11 +289,14 @@ def _seen(points: Points, *, positive: bool) -> Points:
 
 
 def _scale(axis: Axes, panel: Panel) -> None:
-    if panel.log and any(_seen(points, positive=True) for points in panel.lines.values()):
+    values = any(_seen(points, positive=True) for points in panel.lines.values())
+    if panel.log and (values or any(panel.bounds.values())):
         axis.set_yscale("log")
-        for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-            which(FuncFormatter(_few_digits))
-        axis.tick_params(axis="y", which="minor", labelsize=7)
+        low, high = axis.get_ylim()
+        ticks = _NARROW if high < 10 * low else _WIDE
+        axis.yaxis.set_major_locator(LogLocator(subs=ticks))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_locator(NullLocator())
     elif panel.from_zero and not panel.log:
         axis.set_ylim(bottom=0)
 
@@ -281,12 +307,6 @@ def _stretch(axis: Axes, panel: Panel, *, falling: bool) -> None:
     axis.set_xscale("log")
     low, high = min(places) / _MARGIN, max(places) * _MARGIN
     axis.set_xlim(*((high, low) if falling else (low, high)))
-
-
-def _few_digits(value: float, _: object) -> str:
-    """Of a logarithmic axis: labels at 1, 2 and 5."""
-    digit = value / 10 ** math.floor(math.log10(value)) if value > 0 else 0.0
-    return f"{value:g}" if round(digit, 6) in (1, 2, 5) else ""
 
 
 def _mark_places(axis: Axes, panel: Panel) -> None:
@@ -333,9 +353,11 @@ def _legends(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel]) -> N
     }
     alike = all(list(panel.lines) == list(panels[0].lines) for panel in panels)
     if len(handles) > _INSIDE or (alike and len(panels) > 1):
+        columns = 1 if len(panels) == 1 else 3
+        figure.set_figheight(figure.get_figheight() + _ROW * len(handles) / columns)
         figure.legend(
             handles.values(), handles.keys(), loc="outside lower center",
-            ncols=1 if len(panels) == 1 else 3, frameon=False, fontsize=8,
+            ncols=columns, frameon=False, fontsize=8,
         )  # fmt: skip
         return
     for axis in axes:

@@ -454,6 +454,10 @@ def papers_target(lab: Lab, scale: Scale, data: str = HEADLINE) -> float:
     return target_of(lab, scale, (scale.common_rate,), data).share
 
 
+def tuned_target(lab: Lab, scale: Scale, data: str = HEADLINE) -> float:
+    return target_of(lab, scale, scale.sync_grid, data).share
+
+
 def papers_rates(
     lab: Lab, scale: Scale, regime: RegimeName, data: str = HEADLINE, client: ClientSGD = CLIENT
 ) -> Rates:
@@ -463,6 +467,22 @@ def papers_rates(
     share = papers_target(lab, scale, data)
     tuned = tuned_for_time(lab, plans, grid, share, data, whole=True)
     return rates(scale.common_rate, tuned.rates.optimizer.beta1, client)
+
+
+def tuned_rates(
+    lab: Lab,
+    scale: Scale,
+    regime: RegimeName,
+    concurrency: int,
+    share: float,
+    data: str = HEADLINE,
+) -> Tuned:
+    """The rates with the fewest hours to this share, of one regime at one concurrency."""
+    plans = [PLANS[regime](scale, concurrency, seed) for seed in tuning_seeds(scale)]
+    grid = scale.sync_grid if regime == "SyncFL" else scale.async_grid
+    # At the paper's concurrency, Table 1 needs the same runs to their end.
+    whole = concurrency == scale.concurrency
+    return tuned_for_time(lab, plans, grid, share, data, whole=whole)
 
 
 def tuned_for_time(

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Final, NamedTuple, get_args
+from typing import Final, NamedTuple, TypeVar, get_args
 
 from msgspec import structs
 
 from papaya.study.experiments import charts
 from papaya.study.experiments.model_quality import ASYNC, METHODS, OVER, PLAIN, tune
 from papaya.study.experiments.model_quality import method_plan as plan_of
-from papaya.study.experiments.result import Finding, Result, ratios
+from papaya.study.experiments.result import Finding, Ratios, Result, ratios
 from papaya.study.experiments.runs import (
     HEADLINE,
     Reached,
+    RegimeName,
     Scale,
     after_updates,
     compared,
@@ -32,8 +33,11 @@ from papaya.study.experiments.runs import (
     papers_target,
     perplexity,
     target_loss,
+    tuned_rates,
+    tuned_target,
     tuning_seeds,
 )
+from papaya.study.experiments.speedup import PAPERS, TUNED
 from papaya.study.lab import Lab
 from papaya.study.replay import Rates
 from papaya.study.run import RecordingPlan, Run, RunResult
@@ -62,41 +66,22 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     seeds = seeds[: scale.languages]
     worse, better = _table(lab, scale, seeds)
-    target = papers_target(lab, scale)
-    speedup = _speedup(lab, scale, seeds, (*_SHARES, target))
-    at_target = {place: found[target] for place, found in speedup.items()}
+    speedups = [
+        _speedup(lab, scale, seeds, protocol)
+        for protocol in (_papers(lab, scale), _tuned(lab, scale))
+    ]
     by_rate = [
         charts.Panel(
-            "Over-selection, 99th percentile",
-            _RATIO,
-            _by_factor(worse),
-            paper=_at(1.53),
+            f"{title}, 99th percentile",
+            "perplexity ÷ without over-selection",
+            _by_factor({place: ratio.exact for place, ratio in found.items()}),
+            paper=((1.0, papers),),
             even=1.0,
             from_zero=False,
-        ),
-        charts.Panel(
-            "AsyncFL, 99th percentile",
-            _RATIO,
-            _by_factor(better),
-            paper=_at(0.81),
-            even=1.0,
-            from_zero=False,
-        ),
-        charts.Panel(
-            f"Speedup, {target:.0%} left", _SPEEDUP, _by_factor(at_target), log=True, even=1.0
-        ),
+        )
+        for title, found, papers in (("Over-selection", worse, 1.53), ("AsyncFL", better, 0.81))
     ]
-    by_target = charts.Panel(
-        f"Speedup at C = {scale.concurrency}, one rate",
-        _SPEEDUP,
-        {
-            f"{d} dialect": [(100 * share, speedup[d, 1.0][share]) for share in _SHARES]
-            for d in _DIALECTS
-        },
-        log=True,
-        even=1.0,
-    )
-    x_label = "target: reducible loss that is left (%)"
+    x_rate, x_target = "server rate ÷ chosen rate", "target: reducible loss that is left (%)"
     return Result(
         key=KEY,
         title="Sensitivity of the learning claims",
@@ -104,31 +89,90 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         findings=(
             *_findings("99th percentile, over-selection ÷ none", worse, "1.53"),
             *_findings("99th percentile, AsyncFL ÷ none", better, "0.81"),
-            *_findings(f"speedup with {target:.0%} of the reducible loss left", at_target, "–"),
+            *(found for speedup in speedups for found in speedup.findings),
         ),
         plots=(
+            charts.lines(lab.folder, f"{KEY}-rates", x_rate, by_rate, ratios=True),
             charts.lines(
-                lab.folder, f"{KEY}-rates", "server rate ÷ chosen rate", by_rate, ratios=True
+                lab.folder, f"{KEY}-speedup", x_rate, [s.by_rate for s in speedups], ratios=True
             ),
-            charts.lines(lab.folder, f"{KEY}-targets", x_label, [by_target], falling=True),
+            charts.lines(
+                lab.folder,
+                f"{KEY}-targets",
+                x_target,
+                [s.by_target for s in speedups],
+                falling=True,
+            ),
         ),
         notes=(
             (
                 "Intervals are over languages and data, along one recorded run. Chosen rates are "
-                f"those of Table 1 and of the paper's protocol, tuned with the {HEADLINE} dialect."
+                "those of Table 1, and of the two protocols of the experiment on speedup, tuned "
+                f"with the {HEADLINE} dialect."
             ),
         ),
     )
 
 
-_SPEEDUP = "hours of SyncFL ÷ hours of AsyncFL"
-_RATIO = "perplexity ÷ without over-selection"
 _Place = tuple[Dialect, float]
-_Values = dict[_Place, tuple[float, ...]]
+_Values = dict[_Place, Ratios]
 
 
-def _at(value: float) -> tuple[tuple[float, float], ...]:
-    return ((1.0, value),)
+class _Protocol(NamedTuple):
+    """How the rates of both regimes were chosen, and the share of the loss that is its target."""
+
+    name: str
+    share: float
+    rates: Mapping[str, Rates]
+
+
+def _papers(lab: Lab, scale: Scale) -> _Protocol:
+    rates = {OVER: papers_rates(lab, scale, "SyncFL"), ASYNC: papers_rates(lab, scale, "AsyncFL")}
+    return _Protocol(PAPERS, papers_target(lab, scale), rates)
+
+
+def _tuned(lab: Lab, scale: Scale) -> _Protocol:
+    share = tuned_target(lab, scale)
+
+    def best(regime: RegimeName) -> Rates:
+        return tuned_rates(lab, scale, regime, scale.concurrency, share).rates
+
+    return _Protocol(TUNED, share, {OVER: best("SyncFL"), ASYNC: best("AsyncFL")})
+
+
+class _Speedup(NamedTuple):
+    """Of one protocol: place of the grid -> share of the loss that is left -> the languages'."""
+
+    protocol: _Protocol
+    concurrency: int
+    found: dict[_Place, dict[float, Ratios]]
+
+    @property
+    def at_target(self) -> _Values:
+        return {place: shares[self.protocol.share] for place, shares in self.found.items()}
+
+    @property
+    def findings(self) -> list[Finding]:
+        name, share = self.protocol.name, self.protocol.share
+        text = f"{name}: speedup with {share:.0%} of the reducible loss left"
+        return _findings(text, self.at_target, "–")
+
+    @property
+    def by_rate(self) -> charts.Panel:
+        title = f"{self.protocol.name}, {self.protocol.share:.0%} left"
+        return charts.ratio_panel(title, _SPEEDUP, _by_factor(self.at_target))
+
+    @property
+    def by_target(self) -> charts.Panel:
+        title = f"{self.protocol.name}, C = {self.concurrency}"
+        points = {
+            f"{d} dialect": [(100 * share, self.found[d, 1.0][share]) for share in _SHARES]
+            for d in _DIALECTS
+        }
+        return charts.ratio_panel(title, _SPEEDUP, points)
+
+
+_SPEEDUP = "hours of SyncFL ÷ hours of AsyncFL"
 
 
 def _scaled(chosen: Rates, factor: float) -> Rates:
@@ -169,17 +213,14 @@ def _table(lab: Lab, scale: Scale, seeds: Sequence[int]) -> tuple[_Values, _Valu
             return [perplexity(point.quality.p99) for point in ends]
 
         places = list(product(_DIALECTS, _FACTORS))
-        return {place: ratios(p99(name, place), p99(PLAIN, place)) for place in places}
+        return {place: Ratios(ratios(p99(name, place), p99(PLAIN, place))) for place in places}
 
     return relative(OVER), relative(ASYNC)
 
 
-def _speedup(
-    lab: Lab, scale: Scale, seeds: Sequence[int], shares: Sequence[float]
-) -> dict[_Place, dict[float, tuple[float, ...]]]:
-    """At the paper's concurrency: place -> share of the loss that is left -> of each language."""
-    chosen = {OVER: papers_rates(lab, scale, "SyncFL"), ASYNC: papers_rates(lab, scale, "AsyncFL")}
-    learnt = _learnt(lab, scale, seeds, chosen)
+def _speedup(lab: Lab, scale: Scale, seeds: Sequence[int], protocol: _Protocol) -> _Speedup:
+    """At the paper's concurrency."""
+    learnt = _learnt(lab, scale, seeds, protocol.rates)
 
     def runs(name: str, place: _Place, share: float) -> list[Reached]:
         plan, found = plan_of(scale, name, seeds[0]), []
@@ -188,13 +229,18 @@ def _speedup(
             found.append(met(learnt[name, Cell(*place, seed)].curve, loss))
         return found
 
-    return {
-        place: {s: compared(runs(OVER, place, s), runs(ASYNC, place, s)).exact for s in shares}
+    shares = (*_SHARES, protocol.share)
+    found = {
+        place: {s: compared(runs(OVER, place, s), runs(ASYNC, place, s)) for s in shares}
         for place in product(_DIALECTS, _FACTORS)
     }
+    return _Speedup(protocol, scale.concurrency, found)
 
 
-def _by_factor(values: _Values) -> dict[str, list[tuple[float, tuple[float, ...]]]]:
+_Value = TypeVar("_Value")
+
+
+def _by_factor(values: Mapping[_Place, _Value]) -> dict[str, list[tuple[float, _Value]]]:
     return {f"{d} dialect": [(f, values[d, f]) for f in _FACTORS] for d in _DIALECTS}
 
 
@@ -203,7 +249,8 @@ def _findings(name: str, values: _Values, paper: str) -> list[Finding]:
         Finding(
             name=f"{name}: {dialect} dialect, rate x {factor:g}",
             paper=paper if factor == 1.0 else "–",
-            values=found,
+            values=found.values,
+            bound=found.bound,
         )
         for (dialect, factor), found in values.items()
     ]

@@ -45,8 +45,8 @@ from papaya.study.experiments.runs import (
     reached,
     share_left,
     sync_plan,
-    target_of,
-    tuned_for_time,
+    tuned_rates,
+    tuned_target,
     tuning_seeds,
 )
 from papaya.study.lab import Lab
@@ -112,7 +112,7 @@ PAPERS, TUNED = "one rate", "tuned rates"
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     measured: Measured = {}
-    by_share: dict[SpeedupCase, list[tuple[float, tuple[float, ...]]]] = {}
+    by_share: dict[SpeedupCase, list[tuple[float, Ratios]]] = {}
     checks: list[Check] = []
     notes = [_MEANING]
     for data in scale.data:
@@ -121,7 +121,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
             measure = partial(_measure, lab, scale, seeds, data, protocol)
             measured[case] = [measure(protocol.share, c) for c in scale.concurrencies]
             at = scale.concurrency
-            by_share[case] = [(100 * share, measure(share, at).speedup.exact) for share in _SHARES]
+            by_share[case] = [(100 * share, measure(share, at).speedup) for share in _SHARES]
             checks += [t.check(f"{case}, {name}") for name, t in protocol.tuned.items()]
             notes += [
                 _chosen(case, protocol),
@@ -158,15 +158,12 @@ def _papers(lab: Lab, scale: Scale, data: str) -> Protocol:
 
 
 def _tuned(lab: Lab, scale: Scale, data: str) -> Protocol:
-    share = target_of(lab, scale, scale.sync_grid, data).share
-    grids = {"SyncFL": scale.sync_grid, "AsyncFL": scale.async_grid}
-    tuned: dict[tuple[RegimeName, int], Tuned] = {}
-    for regime, make in PLANS.items():
-        for c in scale.concurrencies:
-            plans = [make(scale, c, seed) for seed in tuning_seeds(scale)]
-            # At the paper's concurrency, Table 1 needs the same runs to their end.
-            whole = c == scale.concurrency
-            tuned[regime, c] = tuned_for_time(lab, plans, grids[regime], share, data, whole=whole)
+    share = tuned_target(lab, scale, data)
+    tuned = {
+        (regime, c): tuned_rates(lab, scale, regime, c, share, data)
+        for regime in PLANS
+        for c in scale.concurrencies
+    }
     return Protocol(
         TUNED,
         share,
@@ -311,55 +308,40 @@ def _transients(measured: Measured) -> list[str]:
     return [text]
 
 
+_HOURS = "hours of SyncFL ÷ hours of AsyncFL"
+
+
 def _draw(
     lab: Lab,
     scale: Scale,
     measured: Measured,
-    by_share: dict[SpeedupCase, list[tuple[float, tuple[float, ...]]]],
+    by_share: dict[SpeedupCase, list[tuple[float, Ratios]]],
 ) -> tuple[str, ...]:
     ends = (scale.concurrencies[0], scale.concurrencies[-1])
 
-    def lines(values: Callable[[Pair], Ratios]) -> charts.Lines:
-        return {
-            str(case): [(p.concurrency, values(p).exact) for p in m] for case, m in measured.items()
+    def panel(
+        title: str, y_label: str, value: Callable[[Pair], Ratios], paper: float
+    ) -> charts.Panel:
+        found = {
+            str(case): [(p.concurrency, value(p)) for p in pairs]
+            for case, pairs in measured.items()
         }
-
-    def bounds(values: Callable[[Pair], Ratios]) -> charts.Bounds:
-        return {
-            str(case): [
-                (p.concurrency, fmean(values(p).values), values(p).bound)
-                for p in m
-                if values(p).bound
-            ]
-            for case, m in measured.items()
-        }
+        papers = tuple(zip(ends, (2.0, paper), strict=True))
+        return charts.ratio_panel(title, y_label, found, papers)
 
     panels = [
-        charts.Panel(
-            "Speedup",
-            "hours of SyncFL ÷ hours of AsyncFL",
-            lines(lambda pair: pair.speedup),
-            bounds=bounds(lambda pair: pair.speedup),
-            log=True,
-            even=1.0,
-            paper=tuple(zip(ends, (2.0, 5.0), strict=True)),
-        ),
-        charts.Panel(
+        panel("Speedup", _HOURS, lambda pair: pair.speedup, 5.0),
+        panel(
             "Fewer communication trips",
             "trips of SyncFL ÷ trips of AsyncFL",
-            lines(lambda pair: pair.trips_gain),
-            bounds=bounds(lambda pair: pair.trips_gain),
-            log=True,
-            even=1.0,
-            paper=tuple(zip(ends, (2.0, 8.0), strict=True)),
+            lambda pair: pair.trips_gain,
+            8.0,
         ),
     ]
-    by_target = charts.Panel(
+    by_target = charts.ratio_panel(
         f"Speedup by target, C = {scale.concurrency}",
-        "hours of SyncFL ÷ hours of AsyncFL",
+        _HOURS,
         {str(case): found for case, found in by_share.items()},
-        log=True,
-        even=1.0,
     )
     return (
         charts.by_concurrency(lab.folder, KEY, panels),

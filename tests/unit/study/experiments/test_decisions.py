@@ -12,7 +12,7 @@ from scipy import stats
 
 from papaya.cli.main import main
 from papaya.sim.report import ks_statistic
-from papaya.study.experiments import model_quality, speedup
+from papaya.study.experiments import charts, model_quality, speedup
 from papaya.study.experiments.model_quality import TableRow
 from papaya.study.experiments.result import Bound, PaperClaim, Ratios
 from papaya.study.experiments.runs import Reached, compared, met, rates
@@ -212,3 +212,14 @@ def test_the_command_tells_by_its_exit_code_and_names_what_there_is(
     )
     assert "bytes into the TSA per client" in capsys.readouterr().out
     assert (tmp_path / "quick" / "report.html").exists()
+
+
+def test_a_chart_has_a_triangle_where_only_a_bound_is_known() -> None:
+    exact = compared([took(2.0), took(3.0)], [took(1.0), took(2.0)])
+    at_most = compared([took(2.0), took(3.0)], [ended(1.0), took(2.0)])
+    unknown = compared([ended(2.0), took(3.0)], [ended(1.0), took(2.0)])
+    panel = charts.ratio_panel("", "", {"made up": [(1, exact), (2, at_most), (3, unknown)]})
+    (_, first), (_, second), (_, third) = panel.lines["made up"]
+    assert tuple(first) == (2.0, 1.5)
+    assert all(map(math.isnan, (*second, *third)))
+    assert panel.bounds == {"made up": [(2, 1.75, "at most")]}
