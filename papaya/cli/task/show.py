@@ -60,8 +60,8 @@ def run_list(options: TaskListOptions) -> int:
         print_data(table(_HEADER, [task_line(view, time.time()) for view in shown]))
     else:
         note(options.repeated("no tasks; start one: papaya task submit my_task.py"))
-    for warning in filter(None, (lease_warning(view, time.time()) for view in shown)):
-        note(options.repeated(f"warning: {warning}"))
+    for view in shown:
+        _warn(options, view)
     return 0
 
 
@@ -108,6 +108,21 @@ def lease_warning(view: TaskView, now: float) -> str:
     return f"the lease of {view.name} {when}; renew it: papaya task renew {view.name}"
 
 
+def silence_warning(view: TaskView) -> str:
+    """The live numbers are old while a holder that has died is not replaced yet."""
+    if not view.silent_s:
+        return ""
+    return (
+        f"{view.holder}, which holds {view.name or view.task}, has not reported for "
+        f"{view.silent_s:.0f} s; active and utilization are from its last report"
+    )
+
+
+def _warn(options: ConnectionOptions, view: TaskView) -> None:
+    for warning in filter(None, (silence_warning(view), lease_warning(view, time.time()))):
+        note(options.repeated(f"warning: {warning}"))
+
+
 def run_show(options: TaskShowOptions) -> int:
     client = client_for(options)
     task = run_named(client, options.task, options.number)
@@ -124,8 +139,7 @@ def run_show(options: TaskShowOptions) -> int:
     print_data("\n\n".join(["\n".join(_facts(detail, training)), *tables]))
     if next(iter(without_update(detail.endings)), "").startswith("left_"):
         note(_LEFT_HINT)
-    if warning := lease_warning(detail.task, time.time()):
-        note(options.repeated(f"warning: {warning}"))
+    _warn(options, detail.task)
     return 0
 
 

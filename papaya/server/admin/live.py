@@ -22,16 +22,21 @@ from papaya.server.admin.views import AggregatorStatus, ClockStatus, SelectorSta
 
 # From this share of the refused difference on, a clock is reported: one heartbeat.
 _REPORTED_SHARE = 1 / 3
+# From this share of the time after which a server counts as dead, a report is missing.
+_MISSING_SHARE = 1 / 2
 
 
 class LiveTask(Struct, frozen=True):
-    """`demand` excludes clients that are assigned but not yet confirmed."""
+    """`demand` excludes clients that are assigned but not yet confirmed. `silent_s`: since when the
+    holder has been silent, if it should have reported again; the numbers are from its last report.
+    """
 
     holder: NodeId
     active: int
     demand: int
     held: int
     halted: str
+    silent_s: float = 0.0
 
 
 class Live(Protocol):
@@ -88,8 +93,19 @@ class CoordinatorLive:
         report = None if view is None or view.boot != fence.boot else view.tasks.get(task)
         if report is None or report.seq != fence.seq:
             return LiveTask(fence.aggregator, 0, 0, self._held(row), "")
-        demand = max(0, coordinator.demand(task))
-        return LiveTask(fence.aggregator, report.active, demand, self._held(row), report.halted)
+        return LiveTask(
+            fence.aggregator,
+            report.active,
+            max(0, coordinator.demand(task)),
+            self._held(row),
+            report.halted,
+            0.0 if view is None else self._silent_s(view.heard_at),
+        )
+
+    def _silent_s(self, heard_at: float) -> float:
+        """0 unless a report is missing: a server counts as dead after three heartbeats."""
+        silent_s = self._now() - heard_at
+        return silent_s if silent_s > _MISSING_SHARE * self._dead_after_s else 0.0
 
     def _held(self, row: TaskRow) -> int:
         config = row.config

@@ -525,6 +525,7 @@ class AdminService:
             demand=None if live is None else live.demand,
             utilization=None if live is None else live.active / config.concurrency,
             held=None if live is None else live.held,
+            silent_s=0.0 if live is None else live.silent_s,
             evaluated=None if last is None else last.version,
             loss=None if last is None else last.loss,
             perplexity=None if last is None else last.perplexity,

@@ -225,6 +225,7 @@ function problems(status) {
   else if (!status.leads) found.unshift(`This server does not lead, so live numbers are missing. Open the dashboard of ${status.leader}.`);
   if (status.recovers) found.push("The coordinator is new: it waits for the aggregator of some task to report.");
   for (const task of status.tasks) if (task.halted) found.push(`${task.name || task.task} is halted: ${task.halted}`);
+  for (const task of status.tasks) if (task.silent_s) found.push(`${task.holder}, which holds ${task.name || task.task}, has not reported for ${short(Math.round(task.silent_s))} s: its live numbers are old.`);
   return found.map((text) => h("p", { class: "problem" }, text));
 }
 

@@ -23,7 +23,7 @@ from papaya.cli.admin_client import (
 from papaya.cli.output import print_data
 from papaya.cli.task import watch
 from papaya.cli.task.settings import GivenSettings, changed, changed_client
-from papaya.cli.task.show import in_order
+from papaya.cli.task.show import in_order, silence_warning
 from papaya.config import (
     Aggregation,
     AsyncFL,
@@ -417,6 +417,14 @@ def test_evaluations_are_listed_after_their_task_in_order_of_version() -> None:
         return a_view(task, evaluates=f"{name}@{version}", submitted=submitted)
 
     assert [each.task for each in in_order(map(view, sorted(ids)))] == ids
+
+
+def test_old_numbers_of_a_silent_holder_have_a_warning() -> None:
+    assert silence_warning(a_view(holder="aggregator-2")) == ""
+    assert silence_warning(a_view(holder="aggregator-2", silent_s=24.4)) == (
+        "aggregator-2, which holds next-word, has not reported for 24 s; active and utilization "
+        "are from its last report"
+    )
 
 
 def test_the_live_display_shows_the_same_numbers_and_the_curve() -> None:

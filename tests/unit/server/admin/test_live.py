@@ -36,6 +36,22 @@ def test_a_leader_knows_who_is_active_and_who_was_heard() -> None:
     assert not live.recovers()
 
 
+def test_a_leader_knows_how_old_the_numbers_of_a_silent_holder_are() -> None:
+    cluster = Cluster(ClusterConfig(tasks=(TASK,)), 1)
+    cluster.run(120)
+    machine = cluster.hosts["coordinator-0"].machine
+    assert isinstance(machine, Coordinator)
+    row = cluster.state.rows[task_key("next-word")]
+    assert isinstance(row, TaskRow)
+    now = cluster.engine.now
+    live = CoordinatorLive(machine, lambda: now, ("coordinator",), DEAD_S)
+    for age_s, silent_s in ((10.5, 0.0), (25.0, 25.0)):
+        machine.fleet.aggregators["aggregator-0"].heard_at = now - age_s
+        found = live.task(row)
+        assert found is not None
+        assert found.silent_s == silent_s
+
+
 def test_a_lease_that_is_not_renewed_means_that_nobody_leads() -> None:
     """A full disk, for one: the row still names the last leader."""
     cluster = Cluster(ClusterConfig(tasks=(TASK,), coordinators=2), 1)

@@ -104,10 +104,10 @@ def test_every_task_and_evaluation_has_a_key_of_its_own_for_pseudonyms(tmp_path:
 def test_live_numbers_come_from_the_coordinator(tmp_path: Path) -> None:
     async def test(system: System) -> None:
         await system.submit()
-        system.live.found["next-word"] = LiveTask("aggregator", 15, 3, 7, "out of luck")
+        system.live.found["next-word"] = LiveTask("aggregator", 15, 3, 7, "out of luck", 24.0)
         [view] = (await system.service.status()).tasks
         assert (view.active, view.demand, view.held) == (15, 3, 7)
-        assert (view.utilization, view.halted) == (0.75, "out of luck")
+        assert (view.utilization, view.halted, view.silent_s) == (0.75, "out of luck", 24.0)
         system.live.found.clear()
         [view] = await system.service.tasks()
         assert (view.active, view.utilization) == (None, None)
