@@ -30,7 +30,7 @@ from papaya.cli.output import (
     whole,
     writing,
 )
-from papaya.cli.simulate.options import DataOptions, add_data, add_population, add_ray
+from papaya.cli.simulate.options import DataOptions, add_data, add_population, add_ray, add_set
 from papaya.cli.simulate.task import lines, scale_rows
 from papaya.errors import OperatorError
 from papaya.sim.report import percent
@@ -86,7 +86,9 @@ def add_to(commands: Commands) -> None:
         metavar="WORKLOAD",
         help=f"what to train: {', '.join(BUILT_IN)}, or a task file together with --data",
     )
-    add_data(parser.add_argument_group("the data of a task file"))
+    own = parser.add_argument_group("the data of a task file, and changes to the file")
+    add_data(own)
+    add_set(own)
     what = parser.add_argument_group("what to vary")
     what.add_argument(
         "--vary",

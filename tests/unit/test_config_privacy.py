@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from papaya.cli.task.privacy import NOT_ALL, privacy_in_words
-from papaya.cli.task.settings import changed
 from papaya.config import (
     AsyncFL,
     EvaluationPlan,
@@ -24,6 +23,7 @@ from papaya.config import (
 from papaya.config.privacy import rho_of_revisions
 from papaya.errors import ConfigError, ProtocolError
 from papaya.learning.private_evaluation import private_evaluation_length, summarize_private
+from papaya.learning.settings import changed
 from papaya.secagg.parameters import PRIVATE_SCHEME
 
 

@@ -60,6 +60,7 @@ class DataOptions(PopulationOptions):
     judges: int | None = None
     ray: str | None = None
     steps: Steps = "auto"
+    set: Sequence[str] = ()
 
     def workload_spec(self, name: str, updates: int) -> WorkloadSpec:
         """Of a built-in workload, or of a task file with the given data.
@@ -83,6 +84,7 @@ class DataOptions(PopulationOptions):
             None if self.partition is None else parse_partition(self.partition),
             self.judges or MOST_JUDGES,
             self._steps(updates),
+            tuple(self.set),
         )
 
     def _steps(self, updates: int) -> Steps:
@@ -166,6 +168,17 @@ def add_data(group: argparse._ArgumentGroup) -> None:
         help="how clients train: with PyTorch's operators, with compiled code (faster, needs a C++ "
         "compiler, rounds differently), or auto: compiled from "
         f"{_WORTH_COMPILING:,} client updates on, if the task can be compiled",
+    )
+
+
+def add_set(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--set",
+        action="append",
+        metavar="FIELD=VALUE",
+        help="change one setting of the task file, such as optimizer.kind=fedadam, clip=2 or "
+        "client.batch_size=16; may be repeated. Options of their own, like --concurrency, come "
+        "after it",
     )
 
 

@@ -30,7 +30,7 @@ from papaya.cli.output import (
     whole,
     writing,
 )
-from papaya.cli.simulate.options import DataOptions, add_data, add_population, add_ray
+from papaya.cli.simulate.options import DataOptions, add_data, add_population, add_ray, add_set
 from papaya.config import AsyncFL, SyncFL
 from papaya.errors import OperatorError
 from papaya.sim.cluster import ClusterConfig
@@ -118,6 +118,7 @@ def add_to(commands: Commands) -> None:
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     add_data(group)
+    add_set(group)
     group.add_argument(
         "--updates",
         type=whole(1),
@@ -239,6 +240,7 @@ def run(options: SimulateOptions) -> int:
         "--client-rate": options.client_rate,
         "--server-rate": options.server_rate,
         "--training-processes": options.processes,
+        "--set": options.set[0] if options.set else None,
         "--steps": None if options.steps == "auto" else options.steps,
         "--checkpoint-every": options.checkpoint_every,
         "--ray": options.ray,

@@ -27,19 +27,18 @@ from papaya.cli.admin_client import (
     task_path,
 )
 from papaya.cli.output import Commands, bind, note, print_data, print_json, whole
-from papaya.cli.task.settings import GivenSettings, changed
 from papaya.cli.task.signing import first_manifest
 from papaya.cli.task.submit import (
     bundle_blobs,
     compiled_program,
     config_in,
     loaded_from,
-    with_client,
 )
 from papaya.cli.task.update import newest_of, next_revision
 from papaya.config import TaskConfig
 from papaya.device.executor import EngineName
 from papaya.errors import OperatorError
+from papaya.learning.settings import GivenSettings, changed, with_client
 from papaya.server.admin.views import RevisionView, SignedBundle, TaskDetail
 
 # Left out: fields that always differ, or that are in the manifest too.

@@ -28,7 +28,6 @@ from papaya.cli.admin_client import (
 )
 from papaya.cli.output import Commands, bind, note, plural, print_data, print_json, whole
 from papaya.cli.task.privacy import earlier_terms, privacy_in_words
-from papaya.cli.task.settings import GivenSettings, changed, changed_client
 from papaya.cli.task.signing import (
     BundleBlobs,
     OwnerSigner,
@@ -41,6 +40,7 @@ from papaya.cli.task.signing import (
 from papaya.config import TaskConfig
 from papaya.device.executor import EngineName
 from papaya.errors import OperatorError
+from papaya.learning.settings import GivenSettings, changed, with_client
 from papaya.server.admin.views import NewTask, Stored, TaskView
 
 if TYPE_CHECKING:
@@ -231,12 +231,6 @@ def loaded_from(path: Path) -> LoadedTask:
         return load_task(path)
     sys.path.insert(0, str(path))  # as on devices: its files import each other
     return load_task(path / PROGRAM_FILE)
-
-
-def with_client(loaded: LoadedTask, settings: Sequence[str]) -> LoadedTask:
-    """The task with these settings of the client's training."""
-    client = changed_client(loaded.task.client, settings)
-    return replace(loaded, task=structs.replace(loaded.task, client=client))
 
 
 def config_in(loaded: LoadedTask, compiled: bytes | None) -> TaskConfig:

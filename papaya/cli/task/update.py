@@ -23,10 +23,10 @@ from papaya.cli.admin_client import (
 )
 from papaya.cli.output import Commands, bind, note, print_data, print_json
 from papaya.cli.task.privacy import earlier_terms, privacy_in_words
-from papaya.cli.task.settings import GivenSettings, changed, changed_client
 from papaya.cli.task.signing import add_owner_key, default_key, next_manifest, own_manifest, signer
 from papaya.config import TaskConfig
 from papaya.errors import OperatorError
+from papaya.learning.settings import GivenSettings, changed, changed_client
 from papaya.server.admin.views import Revision, SignedBundle, TaskDetail, TaskView
 
 

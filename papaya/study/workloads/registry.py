@@ -26,6 +26,7 @@ from papaya.errors import CannotCompile, ConfigError, Diverged, OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.entry_points import load_used
 from papaya.learning.parameters import Manifest
+from papaya.learning.settings import GivenSettings, changed, with_client
 from papaya.learning.task import NO_FILE, LoadedTask, load_task
 from papaya.sim.draws import Ints, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig, client_of
@@ -73,7 +74,8 @@ class SupportsClose(Protocol):
 
 
 class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """`name` of a built-in workload or path of a task file, with its `data`.
+    """`name` of a built-in workload or path of a task file, with its `data` and with `settings`
+    that replace those in the file, each FIELD=VALUE (papaya/learning/settings.py).
 
     How long an example takes on a phone is of the population, not of the data: see
     `population_of` in papaya/study/data/source.py.
@@ -85,6 +87,7 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
     partition: Partition | None = None
     judges: int = MOST_JUDGES
     steps: Steps = "eager"
+    settings: tuple[str, ...] = ()
 
     @property
     def is_built_in(self) -> bool:
@@ -178,6 +181,11 @@ def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
         raise OperatorError(
             f"{spec.name} has its own data", hint="leave --data out, or use a task file"
         )
+    if spec.settings:
+        raise OperatorError(
+            f"--set {spec.settings[0]}: {spec.name} has no task file",
+            hint="leave --set out, or use a task file",
+        )
     kind = BUILT_IN[spec.name]
     workload = kind(population)
 
@@ -218,6 +226,8 @@ def with_source(
     spec: WorkloadSpec, loaded: LoadedTask, source: Source, population: PopulationConfig = DEFAULT
 ) -> Prepared:
     """A task file and examples from anywhere."""
+    given = GivenSettings.of(spec.settings)
+    loaded = with_client(loaded, given.client)
     # Before anything is recorded: what fails on an example fails at once.
     loaded.try_on(source.training(0)[:1], f"the first example of client 0 of {source.name}")
     try:
@@ -226,7 +236,7 @@ def with_source(
         if not isinstance(error.__cause__, Diverged):  # a run may have other rates
             raise
     library, steps = _library(spec.steps, loaded, source)
-    task = loaded.config()
+    task = changed(loaded.config(), None, given.task)
     load_used(task)
     most = min(task.max_examples, loaded.task.examples.limit or task.max_examples)
     return Prepared(

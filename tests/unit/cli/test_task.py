@@ -22,7 +22,6 @@ from papaya.cli.admin_client import (
 )
 from papaya.cli.output import print_data
 from papaya.cli.task import watch
-from papaya.cli.task.settings import GivenSettings, changed, changed_client
 from papaya.cli.task.show import in_order, silence_warning
 from papaya.config import (
     Aggregation,
@@ -37,6 +36,7 @@ from papaya.config import (
 from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.schedules import CosineDecay
+from papaya.learning.settings import GivenSettings, changed, changed_client
 from papaya.messages.storage import (
     LEADER_KEY,
     AdminAddressRow,

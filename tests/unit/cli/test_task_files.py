@@ -20,7 +20,6 @@ from papaya.bundle.head import BundleHead
 from papaya.bundle.manifest import TaskManifest
 from papaya.cli.admin_client import TOKEN_VARIABLE
 from papaya.cli.owner import create_key
-from papaya.cli.task.settings import changed
 from papaya.cli.task.signing import run_of
 from papaya.cli.task.submit import refusals
 from papaya.config import (
@@ -36,6 +35,7 @@ from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.evaluation import EvaluationResult, Share
 from papaya.learning.executorch.program_file import EXECUTORCH_VERSION, read_program
+from papaya.learning.settings import changed
 from papaya.messages.storage import PointRow, Transaction, VersionRow, point_key, version_key
 from papaya.server.admin import bundles
 from tests.unit.cli.admin_server import TOKEN, AdminServer, admin_server, papaya

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from papaya.cli.simulate.task import summary
-from papaya.errors import OperatorError
+from papaya.errors import ConfigError, OperatorError
 from papaya.learning.task import load_task
 from papaya.sim.population import PopulationConfig
 from papaya.study.data.opening import open_source
@@ -102,6 +102,21 @@ def test_a_task_file_and_its_data_become_a_workload(tmp_path: Path) -> None:
                 prepared.rates.client,
             )[0]
         assert workload.evaluate(trained).all < 0.8 * workload.evaluate(model).all
+
+
+def test_settings_replace_those_of_the_file(tmp_path: Path) -> None:
+    file, data = str(a_task_file(tmp_path)), f"leaf:{leaf_data(tmp_path)}"
+    given = ("concurrency=9", "clip=2", "optimizer.rate=0.5", "client.batch_size=3")
+    changed = prepare(WorkloadSpec(file, data, settings=given), POPULATION)
+    assert (changed.task.concurrency, changed.task.clip) == (9, 2.0)
+    assert (changed.rates.clip, changed.rates.optimizer.rate) == (2.0, 0.5)
+    assert changed.rates.client.batch_size == 3
+    assert changed.loaded is not None
+    assert changed.loaded.task.client.batch_size == 3
+    with pytest.raises(ConfigError, match="there is no setting concurency"):
+        prepare(WorkloadSpec(file, data, settings=("concurency=9",)), POPULATION)
+    with pytest.raises(OperatorError, match="--set clip=2: bigram has no task file"):
+        prepare(WorkloadSpec("bigram", settings=("clip=2",)), POPULATION)
 
 
 def test_a_private_task_is_simulated_with_its_noise(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Settings of a task by `--set FIELD=VALUE`, for `submit`, `update` and `diff`.
+"""Settings of a task by `--set FIELD=VALUE`, for all commands that take a task file.
 
 Fields that begin with `client.` are those of the client's training, which the owner signs. All
 others are those of `TaskConfig`. Refused (ConfigError): unknown fields, with a similar one, and
@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from papaya.config import TaskConfig
 from papaya.config.checks import require_known_fields
 from papaya.errors import ConfigError, OperatorError
 from papaya.learning.definition import ADAM_DEFAULTS, ClientSGD
 
+if TYPE_CHECKING:
+    from papaya.learning.task import LoadedTask
+
 _CLIENT = "client."
 _NOT_TO_SET = {
-    "task": "use --name NAME",
+    "task": "papaya task submit --name NAME",
     "model_length": "the model determines it: change the model in the file",
     "evaluates": "papaya task evaluate TASK",
     "requirements.module": "it is the hash of the file: change the file",
@@ -70,6 +74,12 @@ def changed_client(client: ClientSGD, settings: Sequence[str]) -> ClientSGD:
         return msgspec.convert(document, ClientSGD)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--set client: {error}", hint=hint) from error
+
+
+def with_client(loaded: LoadedTask, settings: Sequence[str]) -> LoadedTask:
+    """The task with these settings of the client's training."""
+    client = changed_client(loaded.task.client, settings)
+    return replace(loaded, task=structs.replace(loaded.task, client=client))
 
 
 def changed(config: TaskConfig, name: str | None, settings: Sequence[str]) -> TaskConfig:
