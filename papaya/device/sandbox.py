@@ -58,7 +58,7 @@ from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.device_state import MAX_STATE_BYTES
 from papaya.learning.evaluation import evaluation_length
 
-_KILL_GRACE_S: Final = 5.0
+_KILL_GRACE_S: Final = 30.0  # a loaded machine may stop a process for seconds
 _RESTART_INTERVAL_S: Final = 5.0
 _REPORT_INTERVAL_S: Final = 5.0
 _MAX_CPU_S: Final = 1e6  # a timeout may be any finite number
@@ -321,6 +321,9 @@ class _ForkServer:
     async def close(self) -> None:
         with contextlib.suppress(OSError):  # the other end may be gone
             self._control.shutdown(socket.SHUT_RDWR)
+        if not self._loaded.done():  # it has no jobs, and would end only after its imports
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
         try:
             await asyncio.wait_for(self._process.wait(), _KILL_GRACE_S)
         except TimeoutError:

@@ -7,6 +7,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Coroutine, Iterator
@@ -17,8 +18,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from papaya.device import sandbox as sandbox_module
 from papaya.device.executor import Job, JobFailed, JobResult
-from papaya.device.sandbox import Sandbox
+from papaya.device.sandbox import Sandbox, _ForkServer
 from papaya.errors import OperatorError
 from papaya.learning.client_training import unwatched
 from papaya.learning.definition import Examples
@@ -438,6 +440,24 @@ def test_a_closed_sandbox_ends_its_jobs(tmp_path: Path) -> None:
 
         runner.run(closed())
         held.check_gone()
+
+
+def test_a_fork_server_that_is_not_ready_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may import for a long time before it notices that nobody needs it any more."""
+    monkeypatch.setattr(sandbox_module, "_KILL_GRACE_S", 600.0)
+
+    async def closed() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs:
+            process = await asyncio.create_subprocess_exec("sleep", "600")
+            async with asyncio.timeout(120):
+                await _ForkServer(process, ours).close()
+        assert process.returncode == -signal.SIGKILL
+
+    asyncio.run(closed())
 
 
 @pytest.mark.parametrize(
