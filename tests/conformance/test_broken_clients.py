@@ -75,7 +75,7 @@ def test_each_client_that_breaks_a_rule_is_caught(tmp_path: Path) -> None:
     """
 
     async def play() -> dict[str, ScenarioResult]:
-        async with opened_kit(tmp_path, heartbeat_s=1.0) as (kit, _):
+        async with opened_kit(tmp_path, heartbeat_s=2.0) as (kit, _):
             found = {}
             for rule, (name, visit) in CLIENTS.items():
                 [scenario] = chosen([name])
@@ -93,7 +93,7 @@ def test_each_client_that_breaks_a_rule_is_caught(tmp_path: Path) -> None:
 
 def test_an_update_in_the_clear_is_not_counted_as_masked(tmp_path: Path) -> None:
     async def play() -> ScenarioResult:
-        async with opened_kit(tmp_path, heartbeat_s=1.0) as (kit, _):
+        async with opened_kit(tmp_path, heartbeat_s=2.0) as (kit, _):
             [scenario] = chosen(["secure"])
             return await kit.play(scenario, partial(reference_visit, trust=InTheClear))
 
