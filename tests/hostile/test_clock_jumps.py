@@ -13,7 +13,7 @@ import pytest
 from papaya.clock import Clock
 from papaya.messages.storage import ConsumedRow
 from papaya.store.state import SqliteState
-from tests.hostile.running_server import MODEL_LENGTH, RunningServer
+from tests.hostile.running_server import MODEL_LENGTH, PatientConfig, RunningServer
 
 HOUR_S = 3600.0
 UPDATE = bytes(4 * MODEL_LENGTH)
@@ -21,7 +21,7 @@ UPDATE = bytes(4 * MODEL_LENGTH)
 
 def a_server(folder: Path, clock_ahead_s: float) -> RunningServer:
     clock = Clock(wall=lambda: time.time() + clock_ahead_s)
-    return RunningServer(folder, clock=clock)
+    return RunningServer(folder, clock=clock, server=PatientConfig(silent_s=5.0))
 
 
 def make_version(server: RunningServer) -> str:

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from papaya.config import ServerConfig
 from papaya.messages.tickets import AssignmentTicket, Keyring, SessionTicket, UploadTicket
 from tests.hostile.running_server import (
     CHUNK_BYTES,
     DEADLINE_S,
     MODEL_LENGTH,
+    PatientConfig,
     RunningServer,
     sealed,
 )
@@ -33,7 +33,7 @@ FOREIGN = Keyring({1: b"somebody else's key"})
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with RunningServer(tmp_path_factory.mktemp("server")) as running:
-        running.submit()
+        running.submit(concurrency=500)  # many sessions here are left open
         is_served(running)
         yield running
 
@@ -279,7 +279,7 @@ def test_an_update_that_must_not_enter_the_sum_is_discarded(
 
 def test_without_memory_a_chunk_is_answered_before_its_body_is_read(tmp_path: Path) -> None:
     chunk = bytes(256 << 10)
-    config = ServerConfig(heartbeat_s=1.0, hold_s=0.5, chunk_bytes=len(chunk), min_retry_s=0.01)
+    config = PatientConfig(chunk_bytes=len(chunk))
     with RunningServer(tmp_path, server=config, upload_memory_mb=1) as server:
         server.submit(model_length=2 * len(chunk) // 4)  # an upload needs all of the memory
         first, second = server.report()["ticket"], server.report()["ticket"]

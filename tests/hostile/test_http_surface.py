@@ -33,7 +33,7 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with RunningServer(tmp_path_factory.mktemp("server"), device_tokens="none") as running:
-        running.submit()
+        running.submit(concurrency=5000)  # more than strangers check in here
         is_served(running)
         yield running
         is_served(running)

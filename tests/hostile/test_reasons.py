@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from papaya.client.work import Finish, Trained
-from papaya.config import DeviceConfig, ServerConfig
+from papaya.config import DeviceConfig
 from papaya.device.device import Device
 from papaya.device.events import Event, VisitEnded
 from papaya.device.example_store import ExampleStore, UseRefused
@@ -33,8 +33,6 @@ from tests.hostile.running_server import MODEL_LENGTH, RunningServer
 
 MARK = "marked-example-4711"
 STEP_S = 240.0
-# A loaded machine must not make sessions end as silent.
-CALM = ServerConfig(heartbeat_s=2.0, hold_s=0.5, chunk_bytes=64, min_retry_s=0.01)
 
 
 class FailingTrainer(ProtocolTrainer):
@@ -117,7 +115,7 @@ def test_no_failure_of_a_trainer_tells_the_server_more_than_its_code(
         await counted(server, expected)
         return everything(server, caplog.text)
 
-    with caplog.at_level(logging.DEBUG), RunningServer(tmp_path, server=CALM) as server:
+    with caplog.at_level(logging.DEBUG), RunningServer(tmp_path) as server:
         server.submit("t", concurrency=4, participation_gap_s=0.0)
         found = asyncio.run(scenario(server))
     assert MARK not in found
@@ -188,7 +186,7 @@ def test_no_failure_of_task_code_tells_the_server_more_than_its_code(
         await counted(server, {f"left_{code}": 1 for code in (*MODES.values(), "no_examples")})
         return everything(server, caplog.text)
 
-    with caplog.at_level(logging.DEBUG), RunningServer(tmp_path, server=CALM) as server:
+    with caplog.at_level(logging.DEBUG), RunningServer(tmp_path) as server:
         server.submit("t", concurrency=4, participation_gap_s=0.0)
         found = asyncio.run(scenario(server))
     assert MARK not in found
@@ -201,7 +199,7 @@ def test_no_failure_of_task_code_tells_the_server_more_than_its_code(
 def test_text_of_an_older_device_is_counted_and_not_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.DEBUG), RunningServer(tmp_path, server=CALM) as server:
+    with caplog.at_level(logging.DEBUG), RunningServer(tmp_path) as server:
         server.submit("t", concurrency=4, participation_gap_s=0.0)
         leave = {"type": "Leave", "ticket": server.join()["ticket"], "reason": MARK}
         assert server.post("leave", leave).kind == "Left"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from papaya.config import AsyncFL, ServerConfig
-from tests.hostile.running_server import DEADLINE_S, RunningServer
+from papaya.config import AsyncFL
+from tests.hostile.running_server import DEADLINE_S, PatientConfig, RunningServer
 from tests.hostile.test_upload_memory import CHUNK_BYTES, free_buffers, length_of, upload
 
 SLOW = 40
@@ -21,8 +21,7 @@ PERIOD_S = 0.1
 
 
 def a_server(folder: Path, **settings: Any) -> RunningServer:
-    config = ServerConfig(heartbeat_s=0.5, hold_s=0.5, chunk_bytes=CHUNK_BYTES, min_retry_s=0.01)
-    return RunningServer(folder, server=config, **settings)
+    return RunningServer(folder, server=PatientConfig(chunk_bytes=CHUNK_BYTES), **settings)
 
 
 def submit(server: RunningServer, name: str, concurrency: int) -> None:

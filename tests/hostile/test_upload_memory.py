@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from papaya.aggregator.upload import STARTER_BYTES
-from papaya.config import ServerConfig
-from tests.hostile.running_server import DEADLINE_S, Answer, RunningServer
+from tests.hostile.running_server import DEADLINE_S, Answer, PatientConfig, RunningServer
 
 CHUNK_BYTES = 64 << 10
 BUFFERS = 16  # in a megabyte
 
 
-def a_server(folder: Path) -> RunningServer:
-    config = ServerConfig(heartbeat_s=0.5, hold_s=0.5, chunk_bytes=CHUNK_BYTES, min_retry_s=0.01)
+def a_server(folder: Path, silent_s: float = 120.0) -> RunningServer:
+    config = PatientConfig(chunk_bytes=CHUNK_BYTES, silent_s=silent_s)
     return RunningServer(folder, server=config, upload_memory_mb=1)
 
 
@@ -73,7 +72,7 @@ def test_a_model_that_does_not_fit_is_named_instead_of_promised(tmp_path: Path) 
 
 def test_one_ticket_cannot_hold_the_memory(tmp_path: Path) -> None:
     """And what it does hold goes when nothing more comes of it."""
-    with a_server(tmp_path) as server, ExitStack() as lines:
+    with a_server(tmp_path, silent_s=5.0) as server, ExitStack() as lines:
         server.submit(model_length=length_of(10))
         greedy, honest = server.report()["ticket"], server.report()["ticket"]
         head = (
