@@ -45,21 +45,22 @@ JOINED = Joined(
     model_length=3,
     update_length=3,
     evaluates=False,
-    heartbeat_s=5.0,
-    training_timeout_s=30.0,
+    heartbeat_s=120.0,
+    training_timeout_s=300.0,
     participation_gap_s=60.0,
     max_participations=None,
 )
-GRANTED = UploadGranted(b"upload \xff\x00", 7, 8, 30.0)
+GRANTED = UploadGranted(b"upload \xff\x00", 7, 8, 300.0)
+# Time enough for a busy machine; a test that works waits for none of it.
 QUICK = DeviceConfig(
-    request_timeout_s=20.0,
-    check_in_timeout_s=20.0,
+    request_timeout_s=120.0,
+    check_in_timeout_s=120.0,
     backoff_s=0.005,
     max_backoff_s=0.01,
-    give_up_s=60.0,
+    give_up_s=300.0,
     participation_floor_s=0.0,
 )
-PACING = CheckInPacing(pause_s=0.0, backoff_s=0.01, max_backoff_s=0.02, leave_s=1.0, drain_s=1.0)
+PACING = CheckInPacing(pause_s=0.0, backoff_s=0.01, max_backoff_s=0.02, leave_s=60.0, drain_s=60.0)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

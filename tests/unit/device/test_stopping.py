@@ -25,13 +25,10 @@ from tests.unit.device.fake_selector import (
     trainer,
 )
 
-# Time enough for a busy machine; a test that works waits for none of it.
-PATIENT = structs.replace(PACING, drain_s=30.0, leave_s=30.0)
-
 
 def test_a_signal_makes_every_device_leave() -> None:
     async def scenario() -> None:
-        async with serving() as fake, process(pacing=PATIENT) as host:
+        async with serving() as fake, process() as host:
             with ExitStack() as opened:
                 phones = [
                     opened.enter_context(device(host, fake.url, trainer=trainer(60.0)))
@@ -96,7 +93,7 @@ def test_a_device_that_is_told_to_stop_while_it_joins_leaves_what_it_joined() ->
 
     async def scenario() -> None:
         events: list[Event] = []
-        async with serving() as fake, process(pacing=PATIENT) as host:
+        async with serving() as fake, process() as host:
 
             async def stop_first(request: web.Request) -> web.StreamResponse:
                 phone.stop()  # it hears of this before it has its answer
