@@ -42,15 +42,16 @@ def test_a_second_cluster_in_the_database_is_refused(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new folder may belong to a machine that joins, but not while its name is taken."""
-    monkeypatch.setattr(postgresql_session, "RECONNECT_PATIENCE_S", 0.1)
-    monkeypatch.setattr(postgresql_session, "START_PATIENCE_S", 0.1)
 
     async def run() -> None:
         first, second = server_at(tmp_path / "a", url), server_at(tmp_path / "b", url)
         await first.start()
         try:
-            with pytest.raises(OperatorError, match=r"another process is connected .* as server"):
-                await second.start()
+            with monkeypatch.context() as patch:
+                patch.setattr(postgresql_session, "RECONNECT_PATIENCE_S", 0.1)
+                patch.setattr(postgresql_session, "START_PATIENCE_S", 0.1)
+                with pytest.raises(OperatorError, match=r"another process is connected .* as serv"):
+                    await second.start()
         finally:
             await first.stop()
         assert not (tmp_path / "a" / "state.db").exists()

@@ -42,9 +42,11 @@ class Clock:
     now = 100.0
 
 
-def a_connection(clock: Clock, data: Path, tsa: str = "", answer_s: float = 5.0) -> TsaConnection:
+def a_connection(
+    clock: Clock, data: Path, tsa: str = "", connect_s: float = PATIENCE_S
+) -> TsaConnection:
     deployment = Deployment(data=str(data), tsa=tsa)
-    return TsaConnection(deployment, tsa, lambda: clock.now, CLUSTER, SHORT_S, answer_s)
+    return TsaConnection(deployment, tsa, lambda: clock.now, CLUSTER, connect_s, PATIENCE_S)
 
 
 def logged(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
@@ -57,13 +59,14 @@ def test_the_breaker_opens_when_nobody_answers_and_closes_when_somebody_does(
     """It accepts connections and never answers. This is logged once, and so is its return."""
     caplog.set_level(logging.INFO)
     clock, where = Clock(), f"unix:{tmp_path / 'tsa'}"
-    connection = a_connection(clock, tmp_path, where)
+    connection = a_connection(clock, tmp_path, where, SHORT_S)
     with endpoint.listen(where):
         for _ in range(3):
             with pytest.raises(Unavailable):
                 connection.register(PARAMETERS)
             clock.now += 1.0
         assert (connection.breaker.open_s, connection.breaker.outages) == (3.0, 1)
+    connection._deadlines_s = (PATIENCE_S, PATIENCE_S)
     with running(where):
         clock.now -= 1.0
         with pytest.raises(Unavailable, match="has not answered for 2 s"):
@@ -94,10 +97,12 @@ def test_a_call_that_is_not_answered_in_time_is_not_repeated_and_nothing_is_lost
 ) -> None:
     clock, tsa = Clock(), Freezing()
     with running(tsa=tsa) as where:
-        connection = a_connection(clock, tmp_path, where, answer_s=SHORT_S)
+        connection = a_connection(clock, tmp_path, where)
         digest = connection.register(PARAMETERS)
         identity = connection.identity_public_key
         tsa.thawed.clear()
+        assert connection._client is not None
+        connection._client._answer_s = SHORT_S
         with pytest.raises(Unavailable):
             connection.offers(digest, 1)
         assert connection.breaker.is_open
@@ -155,7 +160,7 @@ def test_a_frozen_child_is_not_started_a_second_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TsaConnection, "_start_child", lambda self: pytest.fail("was started"))
-    connection = a_connection(Clock(), tmp_path)
+    connection = a_connection(Clock(), tmp_path, connect_s=SHORT_S)
     with endpoint.listen(f"unix:{tmp_path / 'tsa.sock'}"), pytest.raises(Unavailable):
         connection.register(PARAMETERS)
     connection.close()
@@ -272,9 +277,10 @@ def test_a_release_without_progress_is_given_up(tmp_path: Path) -> None:
     with (
         running(tsa=Released(entropy("released"))) as tsa,
         slow_line(tsa, tmp_path, half_of_it) as where,
-        TsaClient(where, CLUSTER, PATIENCE_S, SHORT_S) as client,
+        TsaClient(where, CLUSTER, PATIENCE_S, PATIENCE_S) as client,
     ):
         client.register(LARGE)
+        client._answer_s = SHORT_S
         with pytest.raises(Unavailable) as caught:
             client.release(LARGE, 1, [1, 2], lambda at, masks: None)
         assert isinstance(caught.value.__cause__, TimeoutError)

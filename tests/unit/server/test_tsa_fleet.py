@@ -25,7 +25,7 @@ from tests.unit.tsa.running import CLUSTER, running
 
 TASKS = tuple(a_task(task=f"task-{i}") for i in range(4))
 SEALED = bytes(SEALED_BYTES)
-SHORT_S = 0.2
+PATIENCE_S = 60.0
 
 
 class Clock:
@@ -44,7 +44,7 @@ class World:
     def aggregator(self, *addresses: str) -> TsaFleet:
         def connect(address: str) -> TsaConnection:
             now = lambda: self.clock.now  # noqa: E731
-            link = TsaConnection(self._deployment, address, now, CLUSTER, SHORT_S)
+            link = TsaConnection(self._deployment, address, now, CLUSTER, PATIENCE_S)
             link.adapter = TsaAdapter(link, lambda digest: TsaEvidence("software", b"", b"", 0))
             return link
 
