@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _CLIENT = "client."
 _NOT_TO_SET = {
-    "task": "papaya task submit --name NAME",
+    "task": "papaya task submit TASK.py --name NAME",
     "model_length": "the model determines it: change the model in the file",
     "evaluates": "papaya task evaluate TASK",
     "requirements.module": "it is the hash of the file: change the file",
