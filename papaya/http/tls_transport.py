@@ -24,12 +24,14 @@ from typing import Any
 
 _BYTES_PER_TURN = 1 << 20  # read from one connection before the loop serves the others
 _HIGH_BYTES, _LOW_BYTES = 64 << 10, 16 << 10
+_RECORD_BYTES = 16 << 10  # what OpenSSL encrypts at a time
 
 
 class TlsTransport(asyncio.Transport):
     """A connection whose handshake is over. `connection_made` has been called."""
 
     __slots__ = (
+        "_can_cork",
         "_file",
         "_has_reader",
         "_has_writer",
@@ -51,6 +53,8 @@ class TlsTransport(asyncio.Transport):
         super().__init__()
         self._tls = tls
         self._file = tls.fileno()
+        # Linux joins records to full packets while a socket is corked.
+        self._can_cork = hasattr(socket, "TCP_CORK") and tls.family != socket.AF_UNIX
         self._protocol = protocol
         self._loop = asyncio.get_running_loop()
         self._unsent = bytearray()  # written by the protocol, not yet taken by the socket
@@ -67,6 +71,15 @@ class TlsTransport(asyncio.Transport):
         if not self._is_closing:
             self._watch_reads()
             self._read_soon()  # bytes may have come with the end of the handshake
+
+    @property
+    def _engine(self) -> Any:
+        """Reads and writes records: the object behind the socket, or the socket if there is none.
+
+        Python's own methods only pass the call on, which costs as much as the rest of our loop. A
+        closed socket has no such object, and its methods raise ValueError.
+        """
+        return getattr(self._tls, "_sslobj", None) or self._tls
 
     # --- Reading --------------------------------------------------------------------------------
 
@@ -128,14 +141,12 @@ class TlsTransport(asyncio.Transport):
         Neither bytes nor an error: the peer has closed.
         """
         room = memoryview(self._protocol.get_buffer(-1))[:most]  # there may be room for a model
-        taken, is_empty = 0, False
+        taken, size, is_empty = 0, len(room), False
+        read = self._engine.read
         error: Exception | None = None
         try:
-            while taken < len(room):
-                # With a buffer, `read` returns how many bytes it wrote there.
-                count: int = self._tls.read(len(room) - taken, room[taken:])  # type: ignore[assignment]
-                if not count:
-                    break
+            # With a buffer, `read` returns how many bytes it wrote there.
+            while taken < size and (count := read(size - taken, room[taken:])):
                 taken += count
         except SSLWantReadError:
             is_empty = True
@@ -211,13 +222,22 @@ class TlsTransport(asyncio.Transport):
     def _send(self, data: memoryview) -> int:
         """How much the socket took. OpenSSL takes one record per call."""
         sent = 0
+        size, write = len(data), self._engine.write
+        problem: Exception | None = None
+        is_corked = self._can_cork and size > _RECORD_BYTES
+        if is_corked:
+            self._tls.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
         try:
-            while sent < len(data):
-                sent += self._tls.write(data[sent:])
+            while sent < size:
+                sent += write(data[sent:])
         except (SSLWantReadError, SSLWantWriteError):
             pass
         except (OSError, ValueError) as error:
-            self._stop_sending(error.with_traceback(None))
+            problem = error.with_traceback(None)
+        if is_corked:
+            self._tls.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
+        if problem is not None:
+            self._stop_sending(problem)
         return sent
 
     def _stop_sending(self, error: Exception) -> None:

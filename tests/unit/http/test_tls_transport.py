@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 from collections.abc import Callable
@@ -148,6 +149,24 @@ def test_what_the_socket_does_not_take_is_sent_later_and_before_the_end(
         assert not recorder.is_full
 
     run(main(), loop)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CORK"), reason="only Linux joins records to packets")
+@pytest.mark.parametrize("size", [2 * RECORD + 1, 16 << 20])
+def test_no_packet_is_held_back_after_a_write(size: int, contexts: Contexts) -> None:
+    """Records are joined to packets while they are written, whether the socket takes all or not."""
+
+    async def main() -> None:
+        recorder = Recorder()
+        peer = await a_pair(contexts, recorder, tcp_pair)
+        recorder.transport.write(b"a" * size)
+        assert bool(recorder.transport.get_write_buffer_size()) == (size > 3 * RECORD)
+        with socket.socket(fileno=os.dup(recorder.transport._file)) as ours:
+            assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK) == 0
+        recorder.transport.close()
+        assert len(await asyncio.to_thread(_everything, peer)) == size
+
+    run(main())
 
 
 @pytest.mark.parametrize("loop", LOOPS)
