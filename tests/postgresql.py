@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 import psycopg
 
-_START_S = 60.0
+_START_S = 120.0
 _POLL_S = 0.02
 _numbers = count()
 _until_end = ExitStack()

@@ -40,7 +40,7 @@ from tests.system.test_secure import trusted_process, until
 HEARTBEAT_S = 0.8
 RECOVER_S = 120.0
 LIMITS = Limits(acknowledge_s=RECOVER_S, version_s=RECOVER_S)
-_STEP_S = 60.0
+_STEP_S = 120.0
 _RESTART_S = 0.2
 _BLOBS = f"s3://{BUCKET}/chaos"
 _LENGTH = 8_000

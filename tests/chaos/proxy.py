@@ -25,7 +25,7 @@ class Proxy:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._started.wait(30), f"the proxy at {self.listen} did not start"
+        assert self._started.wait(120), f"the proxy at {self.listen} did not start"
         return self
 
     def __exit__(self, *_: object) -> None:

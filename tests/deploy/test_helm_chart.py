@@ -24,7 +24,7 @@ from papaya.server.certificates import CALLERS
 
 CHART = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "papaya"
 _NPM_S = 120.0
-_HELM_S = 60.0
+_HELM_S = 120.0
 SEPARATE = (
     "mode=separate",
     "secrets.tokens=tokens",

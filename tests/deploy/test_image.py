@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LINES = (REPOSITORY / "deploy" / "Containerfile").read_text().splitlines()
-_START_S = 60.0
+_START_S = 120.0
 
 
 def instructions(name: str) -> list[str]:
@@ -143,17 +143,20 @@ def test_the_file_tree_starts_without_rights_on_a_read_only_root(tmp_path: Path)
         env=variables,
         text=True,
     ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        line = process.stdout.readline()
-        if not line:
-            pytest.fail(process.stderr.read())
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        url = f"http://{json.loads(line)['addresses']['admin']}/health"
-        with urllib.request.urlopen(url, timeout=_START_S) as answer:
-            assert answer.status == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(_START_S) == 0, process.stderr.read()
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            line = process.stdout.readline()
+            if not line:
+                pytest.fail(process.stderr.read())
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            url = f"http://{json.loads(line)['addresses']['admin']}/health"
+            with urllib.request.urlopen(url, timeout=_START_S) as answer:
+                assert answer.status == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(_START_S) == 0, process.stderr.read()
+        finally:
+            process.kill()
     assert re.search(r"^Uid:\s+10001\s+10001\s+10001", status, re.MULTILINE)
     assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE)
 

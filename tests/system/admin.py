@@ -15,7 +15,7 @@ from papaya.config import TaskConfig
 from papaya.learning import parameters
 from papaya.learning.parameters import FLOAT32
 
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 120.0
 _POLL_S = 0.05
 
 

@@ -43,9 +43,10 @@ _CONFIG = DeviceConfig(
     check_in_timeout_s=5.0,
     backoff_s=0.02,
     max_backoff_s=0.2,
-    give_up_s=60.0,
+    give_up_s=240.0,
     participation_floor_s=0.0,
 )
+_FAILURE_S = 600.0  # a test causes the next failure in this time
 
 
 class Book:
@@ -293,7 +294,7 @@ def some_across_failures(book: Book, index: int) -> Work:
     async def work(assignment: TrainingRequest) -> None:
         if index % 3 == 0:
             era = book.era
-            await book.until(lambda: book.is_over or book.era > era, 60.0, "the next failure")
+            await book.until(lambda: book.is_over or book.era > era, _FAILURE_S, "the next failure")
         else:
             await asyncio.sleep(0.01 * (index % 7))
 

@@ -38,6 +38,8 @@ SERVER: dict[str, Toml] = {
     "max_retry_s": 0.3,
     "held_report_interval_s": 0.05,
 }
+# For tests that fail if a session ends as silent. A first task waits for one heartbeat.
+CALM: dict[str, Toml] = {"heartbeat_s": 3.0}
 
 
 class ServerProcess:

@@ -146,7 +146,7 @@ def test_its_devices_take_part_in_a_secure_task(package: DevicePackage, tmp_path
         lines = b"\n".join(EXAMPLES) + b"\n%d,1,%d\n" % (number, number + 1)
         (texts / f"{number}.txt").write_bytes(lines)
     with Installation(tmp_path) as installation:
-        server = installation.add(server={"heartbeat_s": 0.8}).start()
+        server = installation.add().start()
         url = f"http://{server.addresses['admin']}"
         owner = ("--admin", url, "--token-file", str(installation.data / "admin.token"))
         submitted = run_to_the_end(
