@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,13 +17,11 @@ from papaya.messages.base import SessionId
 from tests.system.admin import Admin
 from tests.system.fleet import Book, Fleet, Work, briefly, fleet
 from tests.system.oracle import Books
-from tests.system.processes import Installation, Toml
+from tests.system.processes import CALM, Installation
 
-_STEP_S = 60.0
+_STEP_S = 120.0
 _GOAL = 4
 _DEVICES = 12
-# No failure has to be noticed here, so a busy machine may be slow.
-_CALM: dict[str, Toml] = {"heartbeat_s": 1.0}
 _LOSS, _EXAMPLES = 2.5, 8
 
 
@@ -42,7 +41,7 @@ def config(task: str, stop: StopRule | None = None) -> TaskConfig:
 
 def test_pause_roll_back_and_cancel_while_clients_train(tmp_path: Path) -> None:
     with Installation(tmp_path) as installation:
-        server = installation.add(server=_CALM).start()
+        server = installation.add(server=CALM).start()
         admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
         admin.submit(config("owned"))
         book, head = asyncio.run(_change_its_course(installation, admin))
@@ -77,15 +76,33 @@ async def _pause_and_resume(admin: Admin, book: Book) -> None:
     await asyncio.to_thread(
         admin.until_task, "owned", lambda line: line["active"] == line["held"] == 0, _STEP_S
     )
-    assert not set(book.joined) - set(book.ended), "somebody was left waiting"
     assert admin.task("owned")["state"] == "paused"
-    joined, enough = len(book.joined), book.rejected + 2 * _DEVICES
-    await book.until(lambda: book.rejected >= enough, _STEP_S, "devices are sent away")
+    await _sent_away(book)  # whoever was assigned before the pause may still have joined
+    await _everybody_is_told(book)
+    joined = len(book.joined)
+    await _sent_away(book)
     assert len(book.joined) == joined
     status, answer = await asyncio.to_thread(admin.ask, "POST", "/admin/tasks/owned/pause")
     assert status == 409, answer
     await asyncio.to_thread(admin.post, "/admin/tasks/owned/resume")
     await _more(book, _GOAL)
+
+
+async def _sent_away(book: Book) -> None:
+    enough = book.rejected + 2 * _DEVICES
+    await book.until(lambda: book.rejected >= enough, _STEP_S, "devices are sent away")
+
+
+async def _everybody_is_told(book: Book) -> None:
+    what = "everybody who joined is told how it ended"
+    await book.until(lambda: set(book.joined) <= set(book.ended), _STEP_S, what)
+
+
+def _check_told(book: Book, sessions: set[SessionId], reason: str) -> None:
+    """All were told this, but for those that were silent for too long on a busy machine."""
+    told = {book.ended[session] for session in sessions}
+    assert reason in told
+    assert told <= {reason, "silent"}
 
 
 async def _roll_back(admin: Admin, book: Book, gate: Gate) -> int:
@@ -95,7 +112,7 @@ async def _roll_back(admin: Admin, book: Book, gate: Gate) -> int:
     assert view["restarts"]
     gate.open()
     await book.until(lambda: training <= set(book.ended), _STEP_S, "all of them are told")
-    assert {book.ended[session] for session in training} == {"stale"}
+    _check_told(book, training, "stale")
     return int(view["version"])
 
 
@@ -104,9 +121,10 @@ async def _cancel(admin: Admin, book: Book, gate: Gate) -> None:
     await asyncio.to_thread(admin.post, "/admin/tasks/owned/cancel", {"why": "enough"})
     # They learn it from their heartbeats, in the middle of their training.
     await book.until(lambda: training <= set(book.ended), _STEP_S, "all of them are told")
-    assert {book.ended[session] for session in training} == {"task_over"}
-    joined = len(book.joined)
+    _check_told(book, training, "task_over")
     gate.open()
+    await _everybody_is_told(book)
+    joined = len(book.joined)
     status, answer = await asyncio.to_thread(admin.ask, "POST", "/admin/tasks/owned/resume")
     assert status == 409, answer
     assert len(book.joined) == joined
@@ -114,11 +132,13 @@ async def _cancel(admin: Admin, book: Book, gate: Gate) -> None:
 
 def test_exactly_so_many_versions_and_an_evaluation_of_one(tmp_path: Path) -> None:
     with Installation(tmp_path) as installation:
-        server = installation.add(server=_CALM).start()
+        server = installation.add(server=CALM).start()
         admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
         admin.submit(config("finite", StopRule(versions=3)))
         book = asyncio.run(_run_to_its_end(installation, admin))
-        [evaluated] = [p for p in admin.get("/admin/tasks/finite")["points"] if p["evaluated"]]
+        # The result is in the history one turn of the supervisor later.
+        points = admin.until("/admin/tasks/finite", _is_evaluated, _STEP_S)["points"]
+        [evaluated] = [point for point in points if point["evaluated"]]
         assert evaluated["version"] == 2
         assert evaluated["loss"] == _LOSS / _EXAMPLES
         assert server.stop() == 0
@@ -126,8 +146,12 @@ def test_exactly_so_many_versions_and_an_evaluation_of_one(tmp_path: Path) -> No
         books.check(book.of("finite"))
         assert books.newest == 3
         assert books.row.state == "completed"
-        told = set(book.ended.values())
+        told = set(book.ended.values()) - {"silent"}  # on a busy machine
         assert told <= {"counted", "task_over"}, f"clients were told {book.endings()}"
+
+
+def _is_evaluated(found: Any) -> bool:
+    return any(point["evaluated"] for point in found["points"])
 
 
 async def _run_to_its_end(installation: Installation, admin: Admin) -> Book:
@@ -135,7 +159,7 @@ async def _run_to_its_end(installation: Installation, admin: Admin) -> Book:
         await asyncio.to_thread(
             admin.until_task, "finite", lambda line: line["state"] == "completed", _STEP_S
         )
-        request = {"version": 2, "clients": 3, "timeout_s": _STEP_S}
+        request = {"version": 2, "clients": 3, "timeout_s": 2 * _STEP_S}
         started = await asyncio.to_thread(admin.post, "/admin/tasks/finite/evaluate", request)
         assert started == {"task": "finite-eval-2", "version": 2}
         await asyncio.to_thread(
