@@ -21,12 +21,14 @@ from papaya.config import AsyncFL, OptimizerConfig, TaskConfig
 from papaya.learning.evaluation import evaluation_vector
 from tests.system.admin import Admin
 from tests.system.fleet import briefly, fleet
-from tests.system.processes import Installation
+from tests.system.processes import CALM, Installation
 
-_STEP_MS = 60_000
+_STEP_MS = 120_000
 _SCRIPT = "<img src=x onerror=\"document.title='owned'\">"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
+# Every expectation waits for what is meant, on a busy machine too.
+expect.set_options(timeout=_STEP_MS)
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="needs a browser: apt-get install chromium (`.ci/run` does it as root)"
 )
@@ -51,19 +53,17 @@ class Site:
         self.page.goto(self.address)
         self.page.get_by_label("Token").fill(token or self.token)
         self.page.keyboard.press("Enter")
-        expect(self.page.get_by_role("heading", name="Tasks")).to_be_visible(timeout=_STEP_MS)
+        expect(self.page.get_by_role("heading", name="Tasks")).to_be_visible()
 
     def open_task(self, name: str) -> None:
         self.page.get_by_role("link", name=name, exact=True).click()
-        expect(self.page.get_by_role("heading", name=name, exact=True)).to_be_visible(
-            timeout=_STEP_MS
-        )
+        expect(self.page.get_by_role("heading", name=name, exact=True)).to_be_visible()
 
 
 @pytest.fixture(scope="module")
 def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
     with Installation(tmp_path_factory.mktemp("dashboard")) as installation:
-        server = installation.add(server={"heartbeat_s": 0.5}).start()
+        server = installation.add(server=CALM).start()
         admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
         admin.submit(_config("digits"))
         asyncio.run(_train(installation, admin))
@@ -82,6 +82,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def site(installation: Installation, browser: Any) -> Iterator[Site]:
     context = browser.new_context(viewport={"width": 1200, "height": 900})
+    context.set_default_timeout(_STEP_MS)
     site = Site(installation, context.new_page())
     errors: list[str] = []
     site.page.on("pageerror", lambda error: errors.append(str(error)))
@@ -114,7 +115,7 @@ async def _train(installation: Installation, admin: Admin) -> None:
         await asyncio.to_thread(
             admin.until_task, "digits", lambda line: line["version"] >= 5, _STEP_MS / 1000
         )
-        request = {"clients": 3, "timeout_s": _STEP_MS / 1000}
+        request = {"clients": 3, "timeout_s": 2 * _STEP_MS / 1000}
         await asyncio.to_thread(admin.post, "/admin/tasks/digits/evaluate", request)
         await asyncio.to_thread(
             admin.until_task, "digits", lambda line: line["loss"] is not None, _STEP_MS / 1000
@@ -131,7 +132,7 @@ def test_a_person_sees_what_runs_and_how_it_learns(site: Site) -> None:
     expect(page.get_by_text("this server leads")).to_be_visible()
     site.open_task("digits")
     loss = page.get_by_role("img", name=re.compile("^Loss: loss is 0.3125 at version"))
-    expect(loss).to_be_visible(timeout=_STEP_MS)
+    expect(loss).to_be_visible()
     expect(page.get_by_role("img", name=re.compile("^Staleness: "))).to_be_visible()
     expect(page.get_by_text("Every client's update, in the clear.")).to_be_visible()
     expect(page.get_by_role("row", name=re.compile("^all 3 24 0.3125"))).to_be_visible()
@@ -145,7 +146,7 @@ def test_a_person_sees_why_and_how_devices_take_part(site: Site) -> None:
     site.sign_in()
     page = site.page
     line = page.get_by_role("row", name=re.compile("task placed coordinator, task digits,"))
-    expect(line).to_be_visible(timeout=_STEP_MS)
+    expect(line.first).to_be_visible()
     expect(page.get_by_role("row", name=re.compile("leadership gained")).first).to_be_visible()
     if folder := os.environ.get("PAPAYA_SCREENSHOTS"):
         page.screenshot(path=Path(folder, "dashboard-fleet.png"), full_page=True)
@@ -169,7 +170,7 @@ def test_actions_are_offered_by_role(
         "/admin/accounts", {"name": name, "role": role, "prefixes": list(prefix)}
     )
     site.sign_in(added["token"])
-    expect(site.page.get_by_text(f"{name}, {role}", exact=True)).to_be_visible(timeout=_STEP_MS)
+    expect(site.page.get_by_text(f"{name}, {role}", exact=True)).to_be_visible()
     site.open_task("digits")
     expect(site.page.get_by_role("button", name="Cancel")).to_have_count(1 if may else 0)
     if not may:
@@ -190,7 +191,7 @@ def test_pause_and_resume_with_a_reason_by_keyboard(site: Site) -> None:
     page.get_by_role("button", name="Pause").press("Enter")
     page.get_by_label("Reason").fill(f"a look {_SCRIPT}")
     page.keyboard.press("Enter")
-    expect(page.get_by_role("button", name="Resume")).to_be_visible(timeout=_STEP_MS)
+    expect(page.get_by_role("button", name="Resume")).to_be_visible()
     line = site.admin.task("digits")
     assert (line["state"], line["why"]) == ("paused", f"a look {_SCRIPT}")
     # The reason is text, whatever it contains.
@@ -199,8 +200,9 @@ def test_pause_and_resume_with_a_reason_by_keyboard(site: Site) -> None:
     assert page.title() == "Papaya"
     page.get_by_role("button", name="Resume").click()
     page.get_by_role("dialog").get_by_role("button", name="Resume").click()
-    expect(page.get_by_role("button", name="Pause")).to_be_visible(timeout=_STEP_MS)
-    expect(page.get_by_role("row", name=re.compile("digits is running"))).to_be_visible()
+    expect(page.get_by_role("button", name="Pause")).to_be_visible()
+    # An answer that was on its way before may make it change twice.
+    expect(page.get_by_role("row", name=re.compile("digits is running")).first).to_be_visible()
 
 
 def test_an_action_that_is_refused_says_why(site: Site) -> None:
@@ -210,7 +212,7 @@ def test_an_action_that_is_refused_says_why(site: Site) -> None:
     site.page.get_by_label("To version").fill("999999")
     site.page.keyboard.press("Enter")
     alert = site.page.get_by_role("alert")
-    expect(alert).to_contain_text("999999", timeout=_STEP_MS)
+    expect(alert).to_contain_text("999999")
 
 
 def test_a_wrong_token_is_refused_and_no_token_is_in_any_address(site: Site) -> None:
@@ -218,7 +220,7 @@ def test_a_wrong_token_is_refused_and_no_token_is_in_any_address(site: Site) -> 
     page.goto(f"{site.address}/dashboard/")
     page.get_by_label("Token").fill("wrong")
     page.keyboard.press("Enter")
-    expect(page.get_by_role("alert")).to_contain_text("refused this token", timeout=_STEP_MS)
+    expect(page.get_by_role("alert")).to_contain_text("refused this token")
     site.sign_in()
     assert site.requests
     assert all(url.startswith(site.address) for url in site.requests)
@@ -239,7 +241,7 @@ def test_people_with_a_screen_reader_a_phone_or_a_dark_screen(
     site.sign_in()
     assert _axe(page) == []
     site.open_task("digits")
-    expect(page.get_by_role("img", name=re.compile("^Loss: "))).to_be_visible(timeout=_STEP_MS)
+    expect(page.get_by_role("img", name=re.compile("^Loss: "))).to_be_visible()
     assert _axe(page) == []
     overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert page.evaluate(overflow) == 0, "the page scrolls sideways"
@@ -271,9 +273,9 @@ def test_ten_thousand_versions_and_two_hundred_tasks_stay_responsive(site: Site)
     page.route("**/admin/tasks/t7", lambda route: route.fulfill(json=task))
     page.route("**/points*", lambda route: route.fulfill(json=points))
     site.sign_in()
-    assert page.get_by_role("row").count() > 200
+    expect(page.get_by_role("link", name=re.compile(r"^t\d+$"))).to_have_count(200)
     page.get_by_role("link", name="t7", exact=True).click()
-    expect(page.get_by_role("img", name=re.compile("^Loss: "))).to_be_visible(timeout=_STEP_MS)
+    expect(page.get_by_role("img", name=re.compile("^Loss: "))).to_be_visible()
     assert len(page.locator("svg path.line").first.get_attribute("d") or "") < 20_000
 
 
@@ -315,7 +317,7 @@ def test_a_person_sees_a_rollout_and_what_protects_a_secure_private_task(site: S
         "10.0 % of 10, others 0.0 % of 40",
         "1 of 2",
     ):
-        expect(page.get_by_text(text).first).to_be_visible(timeout=_STEP_MS)
+        expect(page.get_by_text(text).first).to_be_visible()
     assert _axe(page) == []
     assert page.title() == "Papaya"
 
@@ -327,15 +329,17 @@ def test_a_failover_before_the_last_restart_is_on_the_time_line(
     assert site.server.stop() == 0
     site.server.start()
     site.sign_in()
-    for text, number in (("leadership gained", 1), ("aggregator, boot 2", 0)):
-        expect(site.page.get_by_text(text).nth(number)).to_be_visible(timeout=_STEP_MS)
+    for text in ("coordinator, epoch 2, ", "aggregator, boot 2"):
+        expect(site.page.get_by_text(text).first).to_be_visible()
     # In one call: rows move down while new ones are added.
     rows = [text.split("\t") for text in site.page.get_by_role("row").all_inner_texts()]
     told = [
         (event.lstrip("▲✕ "), details) for _, event, details in (r for r in rows if len(r) == 3)
     ]
-    epochs = [details for event, details in told if event == "leadership gained"]
-    assert [text.split(", ")[:2] for text in epochs] == [
+    gained = [details for event, details in told if event == "leadership gained"]
+    # On a busy machine a leader may renew its lease late, and goes on in the same epoch.
+    elected = [text for text in gained if "its lease was renewed late" not in text]
+    assert [text.split(", ")[:2] for text in elected] == [
         ["coordinator", "epoch 2"],
         ["coordinator", "epoch 1"],
     ]
