@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import time
 from base64 import b64encode, urlsafe_b64encode
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,14 @@ from tests.system.fleet import briefly, fleet
 from tests.system.processes import Installation, ServerProcess
 from tests.system.test_roles_apart import CONFIG, Apart
 
-STEP_S = 60.0
+STEP_S = 120.0
+_POLL_S = 0.05
 MARK = "mark3d-s3cret"
 
 
 def events(*servers: ServerProcess) -> list[dict[str, Any]]:
     """The logs of these servers, put together by time."""
-    lines = [line for server in servers for line in server.log if line.startswith("{")]
+    lines = [line for server in servers for line in server.text().splitlines() if line[:1] == "{"]
     return sorted((json.loads(line) for line in lines), key=lambda event: event["time"])
 
 
@@ -49,6 +51,19 @@ def rows(data: Path, *prefixes: str) -> dict[str, Row]:
         state.close()
 
 
+def until_taken(apart: Apart, but: str = "") -> FenceRow:
+    """The row that says who holds the task, once it is another than `but` and has taken it."""
+    ends_at, key = time.monotonic() + STEP_S, fence_key(CONFIG.task)
+    while time.monotonic() < ends_at:
+        row = rows(apart.installation.data, key).get(key)
+        if isinstance(row, FenceRow) and row.aggregator not in ("", but):
+            told = events(apart.aggregator(row.aggregator))
+            if any((e["event"], e.get("seq")) == ("task_taken", row.seq) for e in told):
+                return row
+        time.sleep(_POLL_S)
+    raise AssertionError(f"no other aggregator than {but!r} took the task in {STEP_S:g} s")
+
+
 def test_a_failover_can_be_told_from_the_logs_alone(tmp_path: Path) -> None:
     with Installation(tmp_path) as installation:
         server = {"heartbeat_s": 0.8}
@@ -57,19 +72,15 @@ def test_a_failover_can_be_told_from_the_logs_alone(tmp_path: Path) -> None:
             each.use("--log-format", "json", "--log-level", "debug")
         apart.start()
         apart.admin().submit(CONFIG)
-        placed = apart.leader().until_logged('"event":"task_placed"', STEP_S)
-        node = json.loads(placed)["holder"]
-        nodes = {f"aggregator@{each.addresses['servers']}": each for each in apart.aggregators}
-        holder = nodes[node]
-        holder.until_logged('"event":"task_taken"', STEP_S)
-        holder.kill()
-        apart.leader().until_logged('"event":"task_moved"', STEP_S)
-        heir = next(each for each in apart.aggregators if each is not holder)
-        heir.until_logged('"event":"task_taken"', STEP_S)
+        first = until_taken(apart)
+        apart.aggregator(first.aggregator).kill()
+        second = until_taken(apart, but=first.aggregator)
         leader = apart.leader()
+        [standby] = [each for each in apart.coordinators if each is not leader]
+        recovered = '"event":"task_found"'
+        before = standby.text().count(recovered)
         leader.kill()
-        successor = next(each for each in apart.coordinators if each is not leader)
-        successor.until_logged('"event":"task_found"', STEP_S)
+        standby.until_logged(recovered, STEP_S, before)
         apart.stop()
         told = events(*installation.servers)
         found = rows(installation.data, LEADER_KEY, fence_key(CONFIG.task))
@@ -88,13 +99,17 @@ def test_a_failover_can_be_told_from_the_logs_alone(tmp_path: Path) -> None:
     fence = found[fence_key(CONFIG.task)]
     assert isinstance(fence, FenceRow)
     assert [event["seq"] for event in places] == list(range(1, fence.seq + 1))
-    moved = next(event for event in places if event["event"] == "task_moved")
-    assert (moved["before"], moved["why"]) == (node, "its holder is silent")
     assert places[-1]["holder"] == fence.aggregator
+    # On a busy machine there may be more than one move.
+    moves = [event for event in places if first.seq < event["seq"] <= second.seq]
+    assert {event["event"] for event in moves} == {"task_moved"}
+    assert (first.aggregator, "its holder is silent") in [(e["before"], e["why"]) for e in moves]
+    assert moves[-1]["holder"] == second.aggregator
     taken = {event["seq"]: event["node"] for event in of_task if event["event"] == "task_taken"}
-    assert taken[moved["seq"]] == moved["holder"]
+    for row in (first, second):
+        assert taken[row.seq] == row.aggregator
     silent = [event["peer"] for event in told if event["event"] == "server_silent"]
-    assert node in silent
+    assert first.aggregator in silent
     assert {event["event"] for event in told} >= {
         "server_started",
         "node_started",
@@ -108,7 +123,8 @@ def test_a_failover_can_be_told_from_the_logs_alone(tmp_path: Path) -> None:
 def test_no_secret_is_in_a_log(tmp_path: Path) -> None:
     """With every event on, wrong tokens everywhere, and a device that takes part."""
     with Installation(tmp_path) as installation:
-        server = installation.add(deployment={"device_tokens": "shared", "log_format": "json"})
+        deployment = {"device_tokens": "shared", "log_format": "json"}
+        server = installation.add(deployment=deployment)
         server.use("--log-level", "debug")
         server.start()
         token = installation.secret("admin.token")

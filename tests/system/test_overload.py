@@ -84,7 +84,9 @@ def _until_both_are_overloaded(admin: Admin, beats: int) -> Counter[str]:
 
 
 def _moves(coordinator: ServerProcess) -> list[dict[str, str]]:
-    lines = [msgspec.json.decode(line) for line in coordinator.log if line.startswith("{")]
+    lines = [
+        msgspec.json.decode(line) for line in coordinator.text().splitlines() if line[:1] == "{"
+    ]
     return [line for line in lines if line.get("event") == "task_moved"]
 
 
