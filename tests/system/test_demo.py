@@ -22,9 +22,9 @@ from tests.confined import needs_confinement
 
 ROOT = Path(__file__).parents[2]
 DEMO = [sys.executable, "-m", "papaya", "demo"]
-SMALL = ["--devices", "6", "--concurrency", "4", "--goal", "2", "--minutes", "3"]
+SMALL = ["--devices", "6", "--concurrency", "4", "--goal", "2", "--minutes", "10"]
 MARK = "DEMO_TEST"
-LIMIT_S = 240.0
+LIMIT_S = 900.0
 GONE_S = 120.0
 # Python reads it at the start of every process: it notes who is there, and who imports torch.
 WATCH = """
@@ -103,7 +103,8 @@ def test_a_short_demo_learns_without_torch_and_leaves_only_its_results(tmp_path:
     assert (summary["devices"], summary["concurrency"], summary["aggregation_goal"]) == (6, 4, 2)
     assert summary["version"] >= 4
     assert summary["trips"] >= summary["counted"] == 2 * summary["version"]
-    assert 0 < summary["utilization"] <= 1
+    # The demo looks twice a second: on a busy machine it may see no client after version 1.
+    assert 0 <= summary["utilization"] <= 1
     assert summary["threshold"] == 2
     assert "INSECURE: the TSA runs in software" in done.stderr
     # The demo looks ten times a second: on a busy machine it may see none of so few.
@@ -119,6 +120,18 @@ def test_a_short_demo_learns_without_torch_and_leaves_only_its_results(tmp_path:
     for name in ("perplexity.png", "metrics.csv"):
         assert (output / name).stat().st_size > 0
     assert "version 0" in done.stderr
+
+
+def until_one_of_each(mark: str) -> None:
+    """A process that is about to start another program is seen twice."""
+    deadline = time.monotonic() + GONE_S
+    while True:
+        running = marked(mark)
+        wanted = (" serve --config ", " serve tsa ", " client ")
+        if [sum(each in command for command in running) for each in wanted] == [1, 1, 1]:
+            return
+        assert time.monotonic() < deadline, running
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -142,10 +155,7 @@ def a_running_demo(tmp_path: Path, mark: str) -> Iterator[subprocess.Popen[str]]
             for line in process.stderr:
                 if "version 0" in line:  # the task is there, devices are on their way
                     break
-            running = marked(mark)
-            assert sum(" serve --config " in command for command in running) == 1
-            assert sum(" serve tsa " in command for command in running) == 1
-            assert sum(" client " in command for command in running) == 1
+            until_one_of_each(mark)
             yield process
         finally:
             process.kill()

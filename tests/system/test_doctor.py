@@ -7,7 +7,8 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
@@ -20,8 +21,8 @@ from papaya.store.postgresql import PostgresState
 from tests.postgresql import postgres
 from tests.s3.server import BUCKET, key_file, s3_server
 from tests.system.admin import Admin
-from tests.system.processes import Installation
-from tests.system.test_secure import until
+from tests.system.processes import CALM, Installation
+from tests.system.test_secure import STEP_S, until
 from tests.system.tls import make_certificates
 
 Plant = Callable[[Path, Path], None]
@@ -32,20 +33,23 @@ def found(config: Path) -> list[Diagnosis]:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a server that ran and was stopped."""
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The configuration of a server that ran and was stopped. Its addresses stay reserved, so that
+    nobody answers there.
+    """
     with Installation(tmp_path_factory.mktemp("doctor")) as installation:
-        server = installation.add().start()
+        server = installation.add(server=CALM).start()
         config = installation.folder / "server.toml"
         admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
-        admin.until("/admin/status", lambda found: found["leads"] and found["selectors"], 60.0)
+        known = ("leads", "selectors", "aggregators")
+        admin.until("/admin/status", lambda found: all(found[name] for name in known), STEP_S)
         assert run(DoctorOptions(config=config, format="json")) == 0, "the running server"
         graded = {each.subject: each.grade for each in examine(DoctorOptions(config=config))}
         _check_addresses_on_the_command_line(config)
         for subject in ("configuration", "state", "admin address", "devices address", "server"):
             assert graded[subject] == "good"
         assert server.stop() == 0
-        return config
+        yield config
 
 
 def _check_addresses_on_the_command_line(config: Path) -> None:
@@ -173,7 +177,7 @@ def test_a_planted_problem_is_found(
 def test_the_tsa_and_the_log_are_checked_as_devices_do(tmp_path: Path) -> None:
     """With a secure task the server starts a TSA and writes its binary into a log of its own."""
     with Installation(tmp_path) as installation:
-        server = installation.add(server={"heartbeat_s": 0.5}).start()
+        server = installation.add(server=CALM).start()
         config = installation.folder / "server.toml"
         admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
         secure = TaskConfig(
@@ -244,9 +248,12 @@ def test_the_address_for_direct_uploads_is_tried(tmp_path: Path) -> None:
             f'upload_url = "{url}"\ntls_authority = "{made.authority}"\n', encoding="utf-8"
         )
         options = DoctorOptions(role="aggregator", config=config)
+        greeter = Thread(target=_shake_hands, args=(listening, context))
         if listening is not None:
-            Thread(target=_shake_hands, args=(listening, context)).start()
+            greeter.start()
         [each] = [each for each in examine(options) if each.subject == "upload_url"]
+        if listening is not None:
+            greeter.join()
         assert each.grade == "good" or each.hint
         return each.grade, each.text
 
@@ -263,5 +270,6 @@ def test_the_address_for_direct_uploads_is_tried(tmp_path: Path) -> None:
 
 def _shake_hands(listening: socket.socket, context: ssl.SSLContext) -> None:
     plain, _ = listening.accept()
-    with context.wrap_socket(plain, server_side=True):
+    # The doctor closes the connection as soon as its side of the handshake is over.
+    with plain, suppress(OSError), context.wrap_socket(plain, server_side=True):
         pass

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ssl
+import time
 from contextlib import closing
 from pathlib import Path
 
+from papaya.server.oidc import AGAIN_S
 from tests.system.admin import Admin
 from tests.system.processes import Installation
 from tests.system.tls import Authority
@@ -25,10 +27,16 @@ def test_users_of_an_https_provider_get_their_roles(tmp_path: Path) -> None:
             file.write(f'{table}authority = "issuer/authority.pem"\n{roles}')
         trusting.start()
 
+        began_at = time.monotonic()
+
         def ask(method: str, path: str, bearer: str) -> int:
-            return Admin(trusting.addresses["admin"], bearer).ask(
-                method, path, b"{}" if method == "POST" else None
-            )[0]
+            """On a busy machine the provider may answer too late; then it is asked again."""
+            admin = Admin(trusting.addresses["admin"], bearer)
+            body, ends_at = b"{}" if method == "POST" else None, time.monotonic() + 4 * AGAIN_S
+            while (status := admin.ask(method, path, body)[0]) == 503:
+                assert time.monotonic() < ends_at, "the keys cannot be fetched"
+                time.sleep(0.5)
+            return status
 
         viewer, operator = token(issuer, groups=["staff"]), token(issuer, groups=["fl"])
         assert ask("GET", "/admin/status", viewer) == 200
@@ -36,7 +44,9 @@ def test_users_of_an_https_provider_get_their_roles(tmp_path: Path) -> None:
         assert ask("POST", "/admin/maintenance", operator) == 200
         assert ask("GET", "/admin/status", token(issuer, groups=["others"])) == 401
         assert ask("GET", "/admin/status", token(issuer, STRANGER)) == 401
-        assert issuer.asked.count("/keys") == 1
+        # An unknown key is looked for again, but not often.
+        most = 1 + (time.monotonic() - began_at) / AGAIN_S
+        assert 1 <= issuer.asked.count("/keys") <= most
         trail = Admin(trusting.addresses["admin"], installation.secret("admin.token"))
         made_by = [row["attempt"]["actor"] for row in trail.get("/admin/audit")["rows"]]
         assert "oidc:anna@example.com" in made_by

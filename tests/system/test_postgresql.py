@@ -17,16 +17,18 @@ import pytest
 from papaya.messages.storage import FenceRow, fence_key
 from papaya.store.clusters import state_file
 from papaya.store.postgresql import PostgresState
+from tests.chaos.faults import Stalls
 from tests.postgresql import Postgres, running
 from tests.system.fleet import Book, fleet, some_across_failures
 from tests.system.oracle import Books
 from tests.system.processes import Installation, ServerProcess, Toml, run_to_the_end
 from tests.vectors import data_of_0_3_0
 
-_STEP_S = 60.0
+_STEP_S = 120.0
 _RESUME_S = 2.0
 _TASK, _GOAL = data_of_0_3_0.TASK, 4
-_SERVER: dict[str, Toml] = {"heartbeat_s": 0.8}
+_HEARTBEAT_S = 1.5
+_SERVER: dict[str, Toml] = {"heartbeat_s": _HEARTBEAT_S}
 
 
 def migrate(source: object, target: object) -> None:
@@ -49,6 +51,10 @@ def add_servers(installation: Installation, url: str) -> dict[str, ServerProcess
     }
 
 
+def _pids(servers: dict[str, ServerProcess]) -> list[int]:
+    return [server.process.pid for server in servers.values()]
+
+
 def fence(url: str) -> FenceRow:
     with closing(PostgresState(url, "the test")) as store:
         row = store.read((fence_key(_TASK),))[fence_key(_TASK)]
@@ -67,7 +73,12 @@ def test_the_database_is_killed_under_traffic(tmp_path: Path, kills: int) -> Non
         servers = add_servers(installation, url)
         with ThreadPoolExecutor() as threads:
             list(threads.map(ServerProcess.start, servers.values()))
-        book, resumed_s = asyncio.run(_kill_again_and_again(installation, database, servers, kills))
+        with Stalls(_HEARTBEAT_S, lambda: _pids(servers)) as stalls:
+            book, resumed_s, has_moved = asyncio.run(
+                _kill_again_and_again(installation, database, servers, kills)
+            )
+        # A server that waits for a core may look dead; otherwise no task changes hands.
+        assert not has_moved or stalls.longest_s > _HEARTBEAT_S / 2
         for server in reversed(servers.values()):
             assert server.stop() == 0
         if kills > 2:  # a busy machine may be slow, but not each time
@@ -83,7 +94,8 @@ async def _kill_again_and_again(
     database: Postgres,
     servers: dict[str, ServerProcess],
     kills: int,
-) -> tuple[Book, list[float]]:
+) -> tuple[Book, list[float], bool]:
+    """The book, the seconds to the first update after each kill, and whether the task has moved."""
     token = installation.secret("device.token")
     urls = [f"http://{servers['selector'].addresses['devices']}"]
     resumed_s = []
@@ -104,9 +116,9 @@ async def _kill_again_and_again(
             await _more(book, 1)
             resumed_s.append(time.monotonic() - ready_at)
             await _more(book, _GOAL)
-        assert await asyncio.to_thread(fence, database.url()) == before, "the task has moved"
+        has_moved = await asyncio.to_thread(fence, database.url()) != before
         await flying.go_home(_STEP_S)
-    return book, resumed_s
+    return book, resumed_s, has_moved
 
 
 async def _more(book: Book, count: int) -> None:

@@ -11,12 +11,10 @@ from papaya.messages.base import SessionId
 from tests.system.admin import Admin
 from tests.system.fleet import Book, Fleet, Work, fleet
 from tests.system.oracle import Books
-from tests.system.processes import Installation, ServerProcess
+from tests.system.processes import CALM, Installation, ServerProcess
 
-_STEP_S = 60.0
+_STEP_S = 120.0
 _GOAL = 8
-# An upload that waits half-way for the other one keeps its slot for a heartbeat.
-_PATIENT = {"heartbeat_s": 2.0}
 # SyncFL sums integers exactly, so that a run can be replayed to the last bit.
 CONFIG = TaskConfig(
     task="adam",
@@ -32,7 +30,8 @@ CONFIG = TaskConfig(
 
 def test_a_clean_stop_answers_uploads_and_a_restart_goes_on_exactly_there(tmp_path: Path) -> None:
     with Installation(tmp_path, compiled=True) as installation:
-        server = installation.add(server=_PATIENT).start()
+        # An upload that waits half-way for the other one keeps its slot for a heartbeat.
+        server = installation.add(deployment={"drain_s": _STEP_S}, server=CALM).start()
         Admin(server.addresses["admin"], installation.secret("admin.token")).submit(CONFIG)
         asyncio.run(_stop_and_go_on(installation, server))
 
@@ -97,7 +96,7 @@ class Turns:
     def work(self, book: Book, index: int) -> Work:
         async def work(assignment: TrainingRequest) -> None:
             await book.until(
-                lambda: self._is_granted(book, assignment.session), _STEP_S, "the restart"
+                lambda: self._is_granted(book, assignment.session), 4 * _STEP_S, "the restart"
             )
 
         return work
