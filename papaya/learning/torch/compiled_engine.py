@@ -6,10 +6,13 @@ optimizer is a few operations whatever the number of tensors. A batch of another
 compiled one takes PyTorch's own gradient.
 
 What surrounds the steps is done for many clients together: their seeds are hashed, their examples
-are read and put into the order of their batches at once, and losses and models are checked after
-the last client. Steps are those of one client after the other, from parameters and batches that
-start at a multiple of 64 bytes: products of matrices round differently at other addresses. So an
-update has the same bits whichever clients are trained together.
+are read at once, and losses and models are checked after the last client. Plain SGD runs in the
+runtime (gradient_runtime.py), without Python between steps. Other optimizers, and batches that a
+function makes, take a call for each step.
+
+Clients train one after the other. The runtime's products do not depend on addresses; torch's do, so
+parameters and batches start at a multiple of 64 bytes. So an update has the same bits whichever
+clients are trained together.
 
 A client that diverges is refused all the same, a few clients later.
 """
@@ -43,6 +46,7 @@ from papaya.learning.task import LoadedTask
 from papaya.learning.torch.client_optimizer import TorchClientOptimizer
 from papaya.learning.torch.compiled_gradient import CompiledGradient, Library, flat_gradient
 from papaya.learning.torch.engine import TorchEngine
+from papaya.learning.torch.gradient_runtime import ClientSteps
 from papaya.learning.torch.module import Batch, batch_loss, read_batch, seeded
 
 _LINE: Final = 64  # bytes; torch allocates tensors at multiples of it
@@ -92,19 +96,68 @@ class CompiledEngine(TorchEngine):
             return self._train_all(jobs)
 
     def _train_all(self, jobs: Sequence[ClientJob]) -> npt.NDArray[np.float32]:
+        train = self._train_by_runtime if self._is_plain else self._train_by_steps
         updates = np.empty((len(jobs), self.manifest.length), FLOAT32)
-        batches = chain.from_iterable(map(self._batches, _read_together(jobs)))
-        losses: list[Tensor] = []
-        trained = self._trained.numpy()
-        for row, job, of_client in zip(updates, jobs, batches, strict=True):
-            np.copyto(trained, job.model)
-            self._steps(of_client, losses)
-            np.subtract(trained, job.model, out=row)
-        if losses and not bool(torch.stack(losses).isfinite().all()):
+        losses = [train(some, updates[rows]) for rows, some in _read_together(jobs)]
+        if not all(map(is_finite, losses)):
             raise diverged("loss")
         if not is_finite(updates):
             raise diverged("model")
         return updates
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the runtime makes the steps of clients, without Python between them."""
+        client = self.task.client
+        return (
+            self._compiled.runtime is not None
+            and self._compiled.library.least_examples == 1
+            and not callable(self.task.batch)
+            and client.beyond_plain.keys() <= {"schedule"}
+        )
+
+    def _train_by_runtime(
+        self, jobs: Sequence[ClientJob], updates: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32]:
+        """Write the clients' updates; their losses."""
+        assert self._compiled.runtime is not None
+        client = self.task.client
+        used = [used_examples(job.examples, client) for job in jobs]
+        columns = read_batch(self.task, list(chain.from_iterable(used)))
+        orders: list[npt.NDArray[np.int64]] = []
+        batches: list[int] = []
+        rates: list[float] = []
+        start = 0
+        for examples, rng in zip(used, generators([job.seed for job in jobs]), strict=True):
+            count = len(examples)
+            orders += [rows + start for rows in training_orders(count, client, rng)]
+            full, rest = divmod(count, client.batch_size)
+            of_epoch = [client.batch_size] * full + [rest] * (rest > 0)
+            steps = client.epochs * len(of_epoch)
+            batches += of_epoch * client.epochs
+            rates += [client.rate_at(step, steps) for step in range(steps)]
+            start += count
+        steps_made = ClientSteps(
+            np.array([client.steps(len(examples)) for examples in used]),
+            np.array(batches),
+            np.concatenate(orders),
+            np.array(rates, FLOAT32),
+        )
+        return self._compiled.runtime.train(
+            [job.model for job in jobs], columns, steps_made, updates
+        )
+
+    def _train_by_steps(
+        self, jobs: Sequence[ClientJob], updates: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32]:
+        """Write the clients' updates; their losses."""
+        losses: list[Tensor] = []
+        trained = self._trained.numpy()
+        for row, job, of_client in zip(updates, jobs, self._batches(jobs), strict=True):
+            np.copyto(trained, job.model)
+            self._steps(of_client, losses)
+            np.subtract(trained, job.model, out=row)
+        return torch.stack(losses).numpy()
 
     def _steps(self, batches: Sequence[Batch], losses: list[Tensor]) -> None:
         """Train on these batches and note their losses."""
@@ -163,18 +216,14 @@ class CompiledEngine(TorchEngine):
             yield [next(parts) for _ in range(client.steps(len(examples)))]
 
 
-def _read_together(jobs: Sequence[ClientJob]) -> Iterator[list[ClientJob]]:
-    """Neighbours whose examples have about `_READ_TOGETHER` bytes."""
-    some: list[ClientJob] = []
-    size = 0
-    for job in jobs:
-        some.append(job)
+def _read_together(jobs: Sequence[ClientJob]) -> Iterator[tuple[slice, Sequence[ClientJob]]]:
+    """Neighbours whose examples have about `_READ_TOGETHER` bytes, and their places."""
+    first = size = 0
+    for number, job in enumerate(jobs, 1):
         size += len(job.examples) * len(job.examples[0]) if job.examples else 0
-        if size >= _READ_TOGETHER:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
+        if size >= _READ_TOGETHER or number == len(jobs):
+            yield slice(first, number), jobs[first:number]
+            first, size = number, 0
 
 
 def _rows_per_line(column: Tensor) -> int:

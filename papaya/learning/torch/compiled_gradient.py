@@ -24,8 +24,9 @@ import hashlib
 import os
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -37,6 +38,14 @@ from torch.func import functional_call
 from papaya.errors import CannotCompile, PapayaError
 from papaya.learning.definition import Task
 from papaya.learning.torch.fast_operators import FAST_OPERATORS
+from papaya.learning.torch.gradient_runtime import (
+    DTYPES,
+    RuntimeGradient,
+    built_runtime,
+    is_enough,
+    linked_with,
+    machine_digest,
+)
 from papaya.learning.torch.module import Batch, batch_loss, make_module, no_files_left, read_batch
 from papaya.learning.torch.parts import parts_of
 
@@ -63,24 +72,30 @@ class Library(NamedTuple):
     `form`: dtype and shape of the tensors of a batch, apart from the number of examples.
     `is_partial`: whether some parameters never get a gradient.
     `least_examples`: of a batch.
+    `runtime`: what the library is linked with (gradient_runtime.py); None if that is torch.
     """
 
     path: Path
     form: Form
     is_partial: bool
     least_examples: int = _LEAST_EXAMPLES
+    runtime: Path | None = None
 
 
 class CompiledGradient:
     """A loaded library, for a module whose frozen tensors it uses."""
 
     def __init__(self, library: Library, module: torch.nn.Module) -> None:
+        self.library = library
+        self._frozen = [value.detach().contiguous() for value in _frozen(module).values()]
+        self.runtime: RuntimeGradient | None = None
+        if library.runtime is not None:
+            self.runtime = RuntimeGradient(library.path, library.runtime, self._frozen)
+            return
         import torch._inductor
 
-        self.library = library
         with _quiet():
             self._run = torch._inductor.aoti_load_package(str(library.path)).loader.run
-        self._frozen = [value.detach() for value in _frozen(module).values()]
 
     def takes(self, batch: Batch) -> bool:
         """Whether this is a batch as the library was compiled for."""
@@ -90,6 +105,8 @@ class CompiledGradient:
 
     def __call__(self, parameters: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss and its gradient, both without a graph."""
+        if self.runtime is not None:
+            return self.runtime.gradient(parameters, batch)
         loss, gradient = self._run([parameters, *self._frozen, *batch])
         return loss, gradient
 
@@ -107,14 +124,14 @@ def compile_gradient(task: Task, examples: Sequence[bytes], folder: Path) -> Lib
     parts = parts_of(task, module)
     if parts.personal or len(parts.shared_parameters) < len(parts.shared):
         raise CannotCompile("the model has personal tensors or running statistics")
-    batch = read_batch(task, examples)
+    batch = tuple(
+        value.contiguous() if isinstance(value, Tensor) else value
+        for value in read_batch(task, examples)
+    )
     if (form := _form(batch)) is None or any(len(value) != len(examples) for value in batch):
         raise CannotCompile("batch returns something else than tensors with a row per example")
     traced = trace_gradient(task, module, batch)
-    path = folder / f"{traced.digest}.pt2"
-    if not path.exists():
-        _compile(traced, path)
-    library = Library(path, form, traced.is_partial)
+    library = _library(traced, folder, form)
     compiled = CompiledGradient(library, module)
     for size in (len(examples), _LEAST_EXAMPLES):
         if not (error := _error(compiled, task, module, batch, size)) <= TOLERANCE:
@@ -157,7 +174,7 @@ class TracedGradient:
     @property
     def digest(self) -> str:
         hasher = hashlib.sha256()
-        about = (torch.__version__, torch.backends.cpu.get_cpu_capability(), sorted(_SETTINGS))
+        about = (machine_digest(), sorted(_SETTINGS.items()))
         hasher.update(f"{about}\n{self.graph.code}".encode())
         first = len(self.inputs) - self.batched
         for number, value in enumerate(self.inputs):
@@ -197,7 +214,7 @@ def trace_gradient(task: Task, module: torch.nn.Module, batch: Batch) -> TracedG
 
     inputs = (
         _flat(shared.values()),
-        *(value.detach() for value in frozen.values()),
+        *(value.detach().contiguous() for value in frozen.values()),
         *batch,
     )
     symbolic, mode = _symbolic(inputs, len(batch))
@@ -295,7 +312,64 @@ def _constants(graph: torch.fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
 # -- compilation --------------------------------------------------------------------------------
 
 
-def _compile(traced: TracedGradient, library: Path) -> None:
+def _library(traced: TracedGradient, folder: Path, form: Form) -> Library:
+    """Linked with the runtime, or with torch if that is not enough."""
+    plain, torchs = folder / f"{traced.digest}.so", folder / f"{traced.digest}.pt2"
+    if not torchs.exists() and _suits_runtime(traced):
+        with suppress(CannotCompile):
+            runtime = built_runtime(folder)
+            if not plain.exists():
+                _compile_plain(traced, runtime, plain)
+            if plain.exists():
+                return Library(plain, form, traced.is_partial, runtime=runtime)
+    if not torchs.exists():
+        with _compiled(traced, folder, {}) as package:
+            os.replace(package.path, torchs)
+    return Library(torchs, form, traced.is_partial)
+
+
+def _suits_runtime(traced: TracedGradient) -> bool:
+    """Whether its tensors are of types that the runtime takes, and products and results float32."""
+    if any(value.dtype not in DTYPES for value in traced.inputs):
+        return False
+    products = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+    nodes = [node for node in traced.graph.graph.nodes if node.target in products]
+    results: Any = traced.graph.graph.output_node().args[0]
+    nodes += results
+    return all(node.meta["val"].dtype is torch.float32 for node in nodes)
+
+
+def _compile_plain(traced: TracedGradient, runtime: Path, target: Path) -> None:
+    """Write the library, unless it calls functions that the runtime lacks."""
+    with (
+        linked_with(runtime) as settings,
+        _compiled(traced, target.parent, settings) as package,
+    ):
+        if is_enough(package.read(".wrapper.cpp").decode()):
+            package.keep(".wrapper.so", target)
+
+
+@dataclass(frozen=True)
+class _Package:
+    """What Inductor has compiled: a zip file of code and libraries."""
+
+    path: Path
+
+    def read(self, suffix: str) -> bytes:
+        """The file of this kind."""
+        with zipfile.ZipFile(self.path) as files:
+            [name] = [name for name in files.namelist() if name.endswith(suffix)]
+            return files.read(name)
+
+    def keep(self, suffix: str, target: Path) -> None:
+        """Write the file of this kind to a folder that other processes look into."""
+        made = self.path.with_name(target.name)
+        made.write_bytes(self.read(suffix))
+        os.replace(made, target)
+
+
+@contextmanager
+def _compiled(traced: TracedGradient, folder: Path, settings: dict[str, Any]) -> Iterator[_Package]:
     import torch._inductor
     import torch._inductor.config
 
@@ -310,19 +384,21 @@ def _compile(traced: TracedGradient, library: Path) -> None:
     rows = torch.export.Dim("rows", min=_LEAST_EXAMPLES)
     first = len(traced.inputs) - traced.batched
     shapes = tuple({0: rows} if n >= first else None for n in range(len(traced.inputs)))
-    library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         with (
             _quiet(),
             no_files_left(),
-            tempfile.TemporaryDirectory(dir=library.parent) as place,
-            torch._inductor.config.patch(_SETTINGS),
+            tempfile.TemporaryDirectory(dir=folder) as place,
+            torch._inductor.config.patch(_SETTINGS | settings),
         ):
             program = torch.export.export(Graph(), traced.inputs, dynamic_shapes=(shapes,))
             made = torch._inductor.aoti_compile_and_package(
                 program, package_path=str(Path(place) / "gradient.pt2")
             )
-            os.replace(made, library)
+            yield _Package(Path(made))
+    except PapayaError:
+        raise
     except Exception as error:  # whatever a compiler of any graph may raise
         raise CannotCompile(f"compilation failed: {_first_line(error)}") from error
 

@@ -21,7 +21,9 @@ from papaya.errors import CannotCompile, Diverged
 from papaya.learning.definition import ClientSGD, Examples, Task
 from papaya.learning.example_fields import Binary, read_fields
 from papaya.learning.parameters import Vector
+from papaya.learning.schedules import LinearDecay
 from papaya.learning.task import LoadedTask, load_task
+from papaya.learning.torch import compiled_gradient
 from papaya.learning.torch.compiled_engine import CompiledEngine
 from papaya.learning.torch.compiled_gradient import (
     TOLERANCE,
@@ -173,6 +175,19 @@ def test_an_equal_model_has_the_same_digest_and_another_loss_has_not() -> None:
     assert digest() == digest() != digest(scaled)
 
 
+def test_another_setting_of_the_compiler_has_another_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task = a_task(lambda: nn.Linear(3, 5))
+    batch = (torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))
+    traced = trace_gradient(task, make_module(task), batch)
+    before = traced.digest
+    monkeypatch.setitem(compiled_gradient._SETTINGS, "cpp.threads", 2)
+    changed = traced.digest
+    monkeypatch.setenv("CXX", "another-compiler")
+    assert len({before, changed, traced.digest}) == 3
+
+
 SEEN = torch.zeros(1)
 
 
@@ -267,7 +282,7 @@ def with_client(loaded: LoadedTask, client: ClientSGD) -> LoadedTask:
 @pytest.mark.parametrize(
     "client",
     [
-        ClientSGD(rate=0.1, batch_size=8, epochs=2),
+        ClientSGD(rate=0.1, batch_size=8, epochs=2, schedule=LinearDecay()),
         ClientSGD(rate=0.1, batch_size=8, momentum=0.9, nesterov=True, weight_decay=0.01),
         ClientSGD(rate=0.01, batch_size=8, optimizer="adamw", proximal=0.1, max_gradient_norm=0.2),
     ],
@@ -282,6 +297,7 @@ def test_a_compiled_client_agrees_with_an_eager_one(
     # 1 and 17 have a batch of one example
     jobs = [Job(model, rows_of(count, count), count) for count in (1, 2, 7, 17, 40)]
     assert compiled.is_compiled
+    assert library.runtime is not None
     updates = compiled.train_all(jobs)
     for job, found in zip(jobs, updates, strict=True):
         expected = np.frombuffer(plain.train(*job)[0], np.float32)
