@@ -37,6 +37,9 @@ RULES = [
 Rows = list[list[float]]
 
 
+SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
+
+
 def buffers(least: int = 1) -> st.SearchStrategy[tuple[Rows, list[int]]]:
     def of_shape(shape: tuple[int, int]) -> st.SearchStrategy[tuple[Rows, list[int]]]:
         members, length = shape
@@ -83,7 +86,7 @@ def test_a_rule_is_its_reference(rule: Aggregation, buffer: tuple[Rows, list[int
     largest = max(abs(x) for row in rows for x in row)
     assert found.dtype == np.float32
     assert found.tolist() == pytest.approx(
-        reference(rule, rows, weights), rel=1e-5, abs=1e-6 * largest
+        reference(rule, rows, weights), rel=1e-5, abs=1e-6 * largest + SMALLEST
     )
 
 
@@ -96,7 +99,8 @@ def test_blocks_do_not_show(
     rows, weights = np.array(buffer[0], np.float32), buffer[1]
     whole = combined(rule, BufferMembers.of_matrix(weights, rows))
     found = combined(rule, in_blocks(rows, weights, block_bytes))
-    assert found == pytest.approx(whole, rel=1e-6)
+    error = 1e-9 * float(np.abs(rows).max()) + SMALLEST
+    assert found == pytest.approx(whole, rel=1e-6, abs=error)
 
 
 @pytest.mark.parametrize("rule", RULES[:3])
