@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -466,16 +466,31 @@ def test_a_repetition_needs_the_same_task_and_data(
     assert main([*again, "--data", "stdlib", "--output", str(tmp_path / "two")]) == 2
 
 
+KILLED = """
+import os, signal, sys
+from papaya.cli.main import main
+from papaya.study.checkpoint import Checkpoints
+
+save, saved = Checkpoints.save_if_due, []
+
+def save_and_die(self, make):
+    save(self, make)
+    saved.append(self.path)
+    if len(saved) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Checkpoints.save_if_due = save_and_die
+main(sys.argv[1:])
+"""
+
+
 def test_a_killed_run_resumes_with_the_same_numbers(own: list[str], tmp_path: Path) -> None:
-    """SIGKILL as soon as there is a checkpoint; then the same command."""
+    """SIGKILL when there are three checkpoints; then the same command."""
     arguments = [*own, "--updates", "400", "--evaluations", "5", "--population", "1e5"]
     arguments += ["--checkpoint-every", "0", "--output"]
-    command = [sys.executable, "-m", "papaya", "simulate", *arguments, str(tmp_path / "killed")]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        while not list((tmp_path / "killed").glob("resume/*.checkpoint")):
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.kill()
+    command = [sys.executable, "-c", KILLED, "simulate", *arguments, str(tmp_path / "killed")]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert list((tmp_path / "killed").glob("resume/*.checkpoint"))
     assert not (tmp_path / "killed" / "model.safetensors").exists()
     for folder in ("killed", "whole"):
         assert main(["simulate", *arguments, str(tmp_path / folder)]) == 0
