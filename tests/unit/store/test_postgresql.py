@@ -273,7 +273,10 @@ def test_the_old_backend_has_ended_before_the_new_one_is_used(
     store: PostgresState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may still have a COMMIT to do. Here it does not end by itself."""
-    monkeypatch.setattr(postgresql_session, "RECONNECT_PATIENCE_S", 0.2)
+    got, patience_s = DatabaseSession._got, iter([0.2])
+    monkeypatch.setattr(
+        DatabaseSession, "_got", lambda self, lock, _: got(self, lock, next(patience_s, 60.0))
+    )
     old, store._session = store._session, None
     assert old is not None
     assert store.read(("",)) == {}
