@@ -226,7 +226,7 @@ def test_what_takes_a_while_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
     told = Told()
     with redirect_stderr(told), telling("the server starts", every_s=0.001):
-        assert told.said.wait(30)
+        assert told.said.wait(120)
     assert told.getvalue().startswith("the server starts\n  0 s so far\n")
     with pytest.raises(OperatorError), telling("the server starts"):
         raise OperatorError("it does not")
