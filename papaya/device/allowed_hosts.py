@@ -8,11 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from ipaddress import ip_address
+from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from papaya.errors import ConfigError
 
 _ANY = "*."
+_MAX_PORT = 65535
+_ANY_PORT, _OWN_PORT = -1, -2
+_WITH_PORT = re.compile(
+    r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^:\[\]]+)):(?P<port>[0-9]{1,5}|\*)", re.ASCII
+)
 # Nothing that one library strips or decodes and another does not.
 _URL = re.compile(r"[!-~]+", re.ASCII)
 # Without `:` and `%`: an address with a zone, such as fe80::1%25x.example.org, has no ending.
@@ -20,14 +26,23 @@ _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.ASCII)
 
 
 class AllowedHosts:
-    """Names of hosts. `*.example.org` stands for every name that ends with `.example.org`."""
+    """Names of hosts, each with a port.
 
-    def __init__(self, names: Collection[str] = ()) -> None:
-        lower = [name.lower() for name in names]
-        for name in lower:
-            _check(name)
-        self._names = frozenset(name for name in lower if not name.startswith(_ANY))
-        self._endings = tuple(name.removeprefix("*") for name in lower if name.startswith(_ANY))
+    `*.example.org` stands for every name that ends with `.example.org`. A name may be followed by
+    `:8750`, or by `:*` for every port. Without that, it allows the scheme's own port only: other
+    services of the host must not get requests of devices.
+    """
+
+    def __init__(self, names: Collection[str] = (), *, any_port: bool = False) -> None:
+        """`any_port`: a name without a port allows every port."""
+        otherwise = _ANY_PORT if any_port else _OWN_PORT
+        allowed = [_parsed(name.lower(), otherwise) for name in names]
+        self._names = frozenset(each for each in allowed if not each.host.startswith(_ANY))
+        self._endings = tuple(
+            _Allowed(each.host.removeprefix("*"), each.port)
+            for each in allowed
+            if each.host.startswith(_ANY)
+        )
 
     def __bool__(self) -> bool:
         return bool(self._names or self._endings)
@@ -42,18 +57,25 @@ class AllowedHosts:
             return None
         try:
             parts = urlsplit(url)
-            host, _ = parts.hostname or "", parts.port
+            host, port = parts.hostname or "", parts.port
         except ValueError:
             return None
         is_secure = parts.scheme == "https"
         may_be_plain = parts.scheme == "http" and sent_by.startswith("http://")
-        if not (is_secure or may_be_plain) or not self._allows(host):
+        if not (is_secure or may_be_plain):
+            return None
+        own_port = 443 if is_secure else 80
+        if not self._allows(host, own_port if port is None else port, own_port):
             return None
         return None if parts.username is not None or parts.fragment else parts
 
-    def _allows(self, host: str) -> bool:
-        has_ending = host.endswith(self._endings) and _NAME.fullmatch(host) is not None
-        return host in self._names or has_ending
+    def _allows(self, host: str, port: int, own_port: int) -> bool:
+        ports = (port, _ANY_PORT, *((_OWN_PORT,) if port == own_port else ()))
+        if any(_Allowed(host, each) in self._names for each in ports):
+            return True
+        return _NAME.fullmatch(host) is not None and any(
+            host.endswith(ending) and allowed in ports for ending, allowed in self._endings
+        )
 
     def allows_upload(self, url: str, sent_by: str) -> bool:
         """Is this an `upload_url` that the device may use? Nothing follows its host and port."""
@@ -61,14 +83,31 @@ class AllowedHosts:
         return parts is not None and url == f"{parts.scheme}://{parts.netloc}"
 
 
-def _check(name: str) -> None:
+class _Allowed(NamedTuple):
+    """`host`: a name, or what a name must end with. `port`: a number, or one of the two below."""
+
+    host: str
+    port: int
+
+
+def _parsed(name: str, otherwise: int) -> _Allowed:
+    """`otherwise`: the port if the name has none."""
+    found = _WITH_PORT.fullmatch(name)
+    host, port = name, otherwise
+    if found is not None:
+        host = found["address"] or found["name"]
+        port = _ANY_PORT if found["port"] == "*" else int(found["port"])
     try:
-        if _NAME.fullmatch(name.removeprefix(_ANY)) is None:
-            ip_address(name)
+        if _NAME.fullmatch(host.removeprefix(_ANY)) is None:
+            ip_address(host)
+        if port > _MAX_PORT or (found is not None and port == 0):
+            raise ValueError
     except ValueError:
         raise ConfigError.of(
             "host",
             name,
             "is not the name of a host",
-            "write uploads.example.org or *.example.org, without https:// and port",
+            "write uploads.example.org or *.example.org, with another port uploads.example.org:8750"
+            " (an IPv6 address: [::1]:8750), without https://",
         ) from None
+    return _Allowed(host, port)

@@ -86,7 +86,7 @@ class DeviceProcess:
         )
         self._max_parallel = max_parallel or os.cpu_count() or 1
         self._blobs_url = None if blobs_url is None else check_url(blobs_url)
-        self._blobs_hosts = AllowedHosts(blobs_hosts)
+        self._blobs_hosts = AllowedHosts(blobs_hosts, any_port=True)
         self.upload_hosts = AllowedHosts(upload_hosts)
         self._certificates = certificates
         self._proxy = proxy

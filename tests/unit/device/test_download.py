@@ -44,7 +44,7 @@ async def fetched(
     *fakes: FakeSelector, blobs_url: str | None = None, hosts: Sequence[str] = ()
 ) -> bytes:
     async with open_session() as session:
-        downloads = Downloads(session, 10.0, blobs_url, hosts=AllowedHosts(hosts))
+        downloads = Downloads(session, 10.0, blobs_url, hosts=AllowedHosts(hosts, any_port=True))
         try:
             return await downloads.get(KEY, LENGTH, [fake.url for fake in fakes])
         finally:
