@@ -14,6 +14,7 @@ import resource
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -110,6 +111,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     """Visits by ending and reason."""
     times: dict[str, dict[str, float]]
     """By kind of request; a check-in includes the time for which it was held."""
+    rerouted: dict[str, int]
+    """Direct uploads that went on through selectors, by the reason."""
 
 
 def add_to(commands: Commands) -> None:
@@ -162,8 +165,9 @@ def add_to(commands: Commands) -> None:
         "--upload-host",
         action="append",
         metavar="HOST",
-        help="host, or *.example.org, of aggregators to upload to without a selector in between; "
-        "may be repeated (default: none)",
+        help="host of aggregators to upload to without a selector in between: HOST or "
+        "*.example.org at the port of https (443; http: 80), HOST:8750 at this port, HOST:* at "
+        "any; may be repeated (default: none)",
     )
     details.add_argument("--seed", type=whole(0), metavar="S", help="seed of the devices' choices")
     add_connection(parser)
@@ -339,7 +343,7 @@ async def _run(
         plan = _plan(options, token, configs)
         process = LoadProcess(log, ca, trust, upload_hosts=options.upload_host)
         took_s = await run_load(plan, process, trainer, log, stopping, tell)
-    return _report(options, configs, log, took_s)
+    return _report(options, configs, log, took_s, process.rerouted)
 
 
 def _plan(options: LoadOptions, token: str, configs: Sequence[TaskConfig]) -> LoadPlan:
@@ -365,7 +369,11 @@ def _plan(options: LoadOptions, token: str, configs: Sequence[TaskConfig]) -> Lo
 
 
 def _report(
-    options: LoadOptions, configs: Sequence[TaskConfig], log: LoadLog, took_s: float
+    options: LoadOptions,
+    configs: Sequence[TaskConfig],
+    log: LoadLog,
+    took_s: float,
+    rerouted: Counter[str],
 ) -> LoadReport:
     return LoadReport(
         tasks=tuple(config.task for config in configs),
@@ -379,6 +387,7 @@ def _report(
         times={
             name: msgspec.structs.asdict(times.percentiles()) for name, times in log.times.items()
         },
+        rerouted=dict(rerouted),
     )
 
 
@@ -418,6 +427,10 @@ def _in_words(report: LoadReport) -> str:
         f"{report.counted:,} updates counted in {report.seconds:.1f} s, "
         f"{report.counted_per_s:,.1f} per second; {report.unanswered:,} requests unanswered"
     )
+    if report.rerouted:
+        reasons = ", ".join(f"{n:,} {why.replace('_', ' ')}" for why, n in report.rerouted.items())
+        uploads = plural(sum(report.rerouted.values()), "direct upload")
+        summary += f"; {uploads} went on through a selector: {reasons}"
     header = ("request", "count", "p50 ms", "p90 ms", "p99 ms", "max ms")
     tables = (table(("ending", "visits", "reason"), outcomes), table(header, times))
     return "\n\n".join((summary, *tables))

@@ -21,6 +21,8 @@ from msgspec.structs import replace
 from papaya.client.history import History, evaluations_of
 from papaya.client.work import (
     Answered,
+    DirectFailure,
+    DirectUploadFailed,
     Download,
     Downloaded,
     Ending,
@@ -259,16 +261,19 @@ class Client:
         is_direct = self._upload_url and isinstance(message, Chunk | Complete)
         return self._upload_url if is_direct else self._selectors[self._selector]
 
-    def _leave_direct_path(self, now: float) -> Effects:
-        """Go on through selectors at once. Whatever the aggregator got of the request, the copy
-        gets the same answer.
+    def _leave_direct_path(self, now: float, reason: DirectFailure) -> Effects:
+        """Go on through selectors. Whatever the aggregator got of the request, the copy gets the
+        same answer. With jitter: if a task is halted, all its clients come at the same time.
         """
-        assert self._pending is not None
+        failed = DirectUploadFailed(self._upload_url, reason)
+        effects = self._ask_again(now, 0.0)
         self._upload_url = ""
-        return self._ask(now, self._pending)
+        return [failed, *effects]
 
     def _ask_again(self, now: float, after_s: float) -> Effects:
-        """Send the request again later, through another selector, with jittered back-off."""
+        """Send the request again later, with jittered back-off; through another selector, if it
+        was sent to one.
+        """
         if self._stopping:
             return self._finish("stopped", "stopped")
         if not self._upload_url:
@@ -289,7 +294,9 @@ class Client:
 
     def _on_unanswered(self, now: float, attempt: int) -> Effects:
         if attempt == self._pending_attempt:
-            return self._leave_direct_path(now) if self._upload_url else self._ask_again(now, 0.0)
+            if self._upload_url:
+                return self._leave_direct_path(now, "unanswered")
+            return self._ask_again(now, 0.0)
         if attempt == self._heartbeat_attempt:
             return self._retry_heartbeat(now, 0.0)
         return []
@@ -327,7 +334,9 @@ class Client:
         match answer:
             case Aborted():
                 return self._finish("aborted", answer.reason)
-            case Refused() if not is_direct:
+            case Refused() if is_direct:
+                return self._leave_direct_path(now, "refused")
+            case Refused():
                 return self._finish("refused", answer.reason)
             case Completed() if self.stage in (Stage.UPLOADING, Stage.COMPLETING):
                 ending: Ending = "counted" if answer.discarded is None else "discarded"
@@ -340,7 +349,7 @@ class Client:
                     self._ticket = answer.ticket
                     self._pending = replace(self._pending, ticket=answer.ticket)
                 if is_direct and answer.elsewhere:
-                    return self._leave_direct_path(now)
+                    return self._leave_direct_path(now, "moved")
                 return self._ask_again(now, answer.after_s)
             case Alive() if is_heartbeat:
                 return []
@@ -350,7 +359,7 @@ class Client:
                 return self._finish("rejected", answer.reason, *window, detail)
         if is_direct:
             # Another server may answer there. Only what a selector answers ends the visit.
-            return self._leave_direct_path(now)
+            return self._leave_direct_path(now, "unexpected")
         detail = f"unexpected answer while {self.stage.value}: {type(answer).__name__}"
         return self._leave("failed", "protocol", detail)
 

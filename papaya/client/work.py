@@ -6,6 +6,7 @@ Download     get the parameters, from any cache         → Downloaded or WorkFa
 Train        train on local data                        → Trained or WorkFailed
 Seal         verify the offer and mask the update       → Sealed or WorkFailed
 Remember     write the participation history durably, before the next effect
+DirectUploadFailed   tell the owner why the upload goes on through selectors
 Finish       the visit is over; the driver decides when to check in again
 """
 
@@ -115,6 +116,20 @@ class WorkFailed(Message, frozen=True):
 
 class Stop(Message, frozen=True):
     """The device wants the visit to end. A second one ends it without waiting for an answer."""
+
+
+DirectFailure = Literal["unanswered", "moved", "refused", "unexpected"]
+
+
+class DirectUploadFailed(Effect, frozen=True):
+    """The aggregator at `url` did not take the upload; the rest of it goes through selectors.
+
+    `reason`: it did not answer; does not serve the task, or cannot now; refused the request;
+    answered something that does not belong to the request.
+    """
+
+    url: str
+    reason: DirectFailure
 
 
 class Remember(Effect, frozen=True):

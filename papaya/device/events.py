@@ -77,6 +77,19 @@ class SelectorReachable(Event, frozen=True, tag="Reachable"):
     server: str
 
 
+class UploadRerouted(Event, frozen=True):
+    """An upload went to an aggregator itself, which failed, or its address is not allowed. It goes
+    on through a selector.
+
+    `reason`: `not_allowed`, or that of `papaya.client.work.DirectUploadFailed`.
+    """
+
+    server: str
+    reason: str
+    problem: str
+    hint: str = ""  # empty if there is nothing to suggest
+
+
 Notify: TypeAlias = Callable[[Event], None]
 
 

@@ -27,10 +27,11 @@ from papaya.client.work import Finish
 from papaya.config import DeviceConfig
 from papaya.credentials.token_files import Secret
 from papaya.device.eligibility import Eligibility
+from papaya.device.events import Event, UploadRerouted
 from papaya.device.example_store import ExampleStore
 from papaya.device.limits import CheckInPacing
 from papaya.device.process import DeviceProcess
-from papaya.device.selectors import Selectors, check_urls
+from papaya.device.selectors import Failed, Selectors, check_urls
 from papaya.device.training import ProtocolTrainer, Trainer
 from papaya.device.trust import Trust
 from papaya.device.visit import DeviceVisit, Equipment
@@ -69,9 +70,9 @@ class WatchedSelectors(Selectors):
         timeout_s: float,
         moving: Callable[[], None] = lambda: None,
         *,
-        is_direct: bool = False,
+        failed: Failed | None = None,
     ) -> Message | None:
-        ask = partial(super().ask, is_direct=is_direct)
+        ask = partial(super().ask, failed=failed)
         return await self.exchanges.exchange(
             selector, message, lambda: ask(selector, token, message, timeout_s, moving)
         )
@@ -98,8 +99,15 @@ class LoadProcess(DeviceProcess):
             trust=trust,
             blobs_hosts=blobs_hosts,
             upload_hosts=upload_hosts,
+            notify=self._on_event,
         )
         self._exchanges = exchanges
+        # Direct uploads that went on through selectors, by the reason.
+        self.rerouted: Counter[str] = Counter()
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, UploadRerouted):
+            self.rerouted[event.reason] += 1
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()

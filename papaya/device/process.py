@@ -22,7 +22,13 @@ from papaya.device.eligibility import (
     Ineligible,
     UnmeteredProbe,
 )
-from papaya.device.events import Notify, SelectorReachable, SelectorUnreachable, nobody
+from papaya.device.events import (
+    Notify,
+    SelectorReachable,
+    SelectorUnreachable,
+    UploadRerouted,
+    nobody,
+)
 from papaya.device.limits import CheckInPacing, DeviceLimits
 from papaya.device.selectors import Selectors, check_url, open_session
 from papaya.device.trust import Trust
@@ -125,6 +131,9 @@ class DeviceProcess:
                 self._reasons = await asyncio.to_thread(self._eligibility.check)
                 self._checked_at = self.now()
             return self._reasons
+
+    def upload_rerouted(self, server: str, reason: str, problem: str, hint: str = "") -> None:
+        self._notify(UploadRerouted(_PROCESS, self.now(), server, reason, problem, hint))
 
     def _on_reachable(self, server: str, problem: str | None, hint: str) -> None:
         if problem is None:

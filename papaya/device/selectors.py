@@ -17,7 +17,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 from urllib.parse import quote, urlsplit
 
 import aiohttp
@@ -42,6 +42,9 @@ _SEND_BUFFER_BYTES = 128 << 10
 _TELLS_PER_TIMEOUT = 4
 # The errors that a peer, the network or the name service can cause.
 BROKEN = (aiohttp.ClientError, TimeoutError, OSError, ValueError, EOFError)
+
+
+Failed: TypeAlias = Callable[[str, str], None]
 
 
 def check_url(url: str) -> str:
@@ -120,15 +123,15 @@ class Selectors:
         timeout_s: float,
         moving: Callable[[], None] = lambda: None,
         *,
-        is_direct: bool = False,
+        failed: Failed | None = None,
     ) -> Message | None:
         """Send a message. Returns None without a valid answer.
 
         A long body has `timeout_s` for each piece, and `moving` is called a few times in that time.
-        `is_direct`: `selector` is the `upload_url` of an aggregator. Nothing is told about it: if
-        it does not answer, the selectors are asked.
+        `failed`: `selector` is the `upload_url` of an aggregator. This gets the problem and a hint,
+        and nothing is told about reachability: the selectors are asked instead.
         """
-        mark = partial(self._mark, selector, is_told=not is_direct)
+        mark = partial(self._mark, selector) if failed is None else partial(_tell, failed)
         method, path, headers, body = _http(message)
         if token is not None and isinstance(message, CheckIn):  # later requests have tickets
             headers["Authorization"] = f"Bearer {token.reveal()}"
@@ -156,17 +159,18 @@ class Selectors:
         mark(None)
         return self._limits.bounded(answer)
 
-    def _mark(
-        self, selector: str, problem: str | None, hint: str = "", *, is_told: bool = True
-    ) -> None:
+    def _mark(self, selector: str, problem: str | None, hint: str = "") -> None:
         """Report a server as silent if it never answered, or failed three times in a row."""
-        if not is_told:
-            return
         before = self._failures.get(selector, _SILENT - 1)
         after = 0 if problem is None else min(before + 1, _SILENT)
         self._failures[selector] = after
         if (before == _SILENT) != (after == _SILENT):
             self._on_reachable(selector, problem, hint)
+
+
+def _tell(failed: Failed, problem: str | None, hint: str = "") -> None:
+    if problem is not None:
+        failed(problem, hint)
 
 
 def _in_pieces(

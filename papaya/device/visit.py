@@ -24,6 +24,7 @@ from papaya.client.client import Client, Stage
 from papaya.client.history import Participated
 from papaya.client.work import (
     Answered,
+    DirectUploadFailed,
     Download,
     Downloaded,
     Finish,
@@ -62,6 +63,12 @@ _SENDING = (Stage.UPLOADING, Stage.COMPLETING)
 _LONGEST_WAIT_S = 3600.0
 _NO_TRUST = "this device has no trust policy for secure aggregation"
 _TRUST_HINT = "papaya client --trust FILE"
+_UPLOAD_HOST_HINT = "if it should: --upload-host HOST:PORT; it is https if the selector is"
+_REROUTED = {
+    "moved": ("it does not serve the task now", ""),
+    "refused": ("it refused the request", "an upload_url must lead to one aggregator only"),
+    "unexpected": ("another server seems to answer there", "check upload_url at the aggregator"),
+}
 
 
 class Participations(Protocol):
@@ -126,6 +133,8 @@ class DeviceVisit:
         # What training leaves on the device, until the update is counted.
         self._left: _LeftState | None = None
         self._finish: Finish | None = None
+        # Why the last request to an aggregator itself had no answer, and a hint.
+        self._direct_problem = ("no answer came in time", "")
 
     async def run(self) -> Finish:
         try:
@@ -174,6 +183,8 @@ class DeviceVisit:
                 case Remember():
                     if not await self._remember(effect):
                         break
+                case DirectUploadFailed():
+                    self._tell_of_reroute(effect)
                 case Finish():
                     if effect.ending == "counted":
                         await self._keep_state()
@@ -217,14 +228,28 @@ class DeviceVisit:
             message,
             timeout_s,
             moving,
-            is_direct=effect.to not in self._equipment.selectors,
+            failed=None if effect.to in self._equipment.selectors else self._direct_failed,
         )
         if isinstance(answer, UploadGranted):
-            answer = self._within_signed_time(answer)
-            if not self._process.upload_hosts.allows_upload(answer.upload_url, effect.to):
-                answer = structs.replace(answer, upload_url="")
+            answer = self._with_allowed_url(self._within_signed_time(answer), effect.to)
         outcome = Unanswered(effect.attempt) if answer is None else Answered(effect.attempt, answer)
         self._inbox.put_nowait(outcome)
+
+    def _with_allowed_url(self, granted: UploadGranted, selector: str) -> UploadGranted:
+        hosts, url = self._process.upload_hosts, granted.upload_url
+        if not url or hosts.allows_upload(url, selector):
+            return granted
+        if hosts:  # otherwise the owner wants no direct uploads
+            problem = "the owner of the device does not allow this address"
+            self._process.upload_rerouted(url, "not_allowed", problem, _UPLOAD_HOST_HINT)
+        return structs.replace(granted, upload_url="")
+
+    def _direct_failed(self, problem: str, hint: str) -> None:
+        self._direct_problem = (problem, hint)
+
+    def _tell_of_reroute(self, failed: DirectUploadFailed) -> None:
+        problem, hint = _REROUTED.get(failed.reason) or self._direct_problem
+        self._process.upload_rerouted(failed.url, failed.reason, problem, hint)
 
     def _within_signed_time(self, granted: UploadGranted) -> UploadGranted:
         """Upload as long as the server allows, and not longer than the task's owner has signed."""

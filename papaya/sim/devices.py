@@ -14,6 +14,7 @@ import numpy as np
 from papaya.client.client import Client, NoBundles
 from papaya.client.work import (
     Answered,
+    DirectUploadFailed,
     Download,
     Downloaded,
     Finish,
@@ -229,6 +230,9 @@ class SimulatedDevice:
         """Durable: the device keeps its history across visits."""
         self.cluster.keep_history(self.visit.device, self.machine.history)
 
+    def _direct_upload_failed(self, effect: DirectUploadFailed) -> None:
+        """Nobody is told."""
+
     def _finish(self, effect: Finish) -> None:
         self.is_present = False
         self.cluster.departed(self, effect)
@@ -240,6 +244,7 @@ _CARRY_OUT: dict[type, Callable[[SimulatedDevice, Any], None]] = {
     Train: SimulatedDevice._train,
     Seal: SimulatedDevice._seal,
     Remember: SimulatedDevice._remember,
+    DirectUploadFailed: SimulatedDevice._direct_upload_failed,
     Finish: SimulatedDevice._finish,
 }
 

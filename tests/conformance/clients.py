@@ -82,7 +82,7 @@ async def reference_visit(
         pacing=PACING,
         trust=trusted,
         eligibility=Eligibility(assume=CONDITIONS),
-        upload_hosts=["127.0.0.1"],
+        upload_hosts=["127.0.0.1:*"],
     ) as process:
         with Device(
             process,

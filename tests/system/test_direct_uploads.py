@@ -78,7 +78,7 @@ async def _upload_both_ways(apart: Apart, made: Certificates) -> BothWays:
             12,
             some_across_failures,
             certificates=made.authority,
-            upload_hosts=["127.0.0.1"],
+            upload_hosts=["127.0.0.1:*"],
             book=book,
         ) as flying:
             await book.more(3 * _GOAL, _STEP_S)

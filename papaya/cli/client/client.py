@@ -43,6 +43,7 @@ from papaya.device.events import (
     SelectorUnreachable,
     StepsTrained,
     Troubled,
+    UploadRerouted,
     VisitEnded,
 )
 from papaya.device.executor import EngineName
@@ -272,8 +273,9 @@ def _add_network_options(group: argparse._ArgumentGroup) -> None:
         "--upload-host",
         action="append",
         metavar="HOST",
-        help="name of a host, or *.example.org, that the servers may send this device to for its "
-        "uploads; may be repeated (default: none, uploads go through the selectors)",
+        help="host that the servers may send this device to for its uploads: HOST or *.example.org "
+        "at the port of https (443; http: 80), HOST:8750 at this port, HOST:* at any; may be "
+        "repeated (default: none, uploads go through the selectors)",
     )
     group.add_argument(
         "--token-file",
@@ -351,6 +353,7 @@ class Printer:
         self._explains = explains
         self._endings: Counter[str] = Counter()
         self._noted: set[str] = set()
+        self._rerouted: Counter[str] = Counter()
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, VisitEnded) and not self._explains:
@@ -380,11 +383,29 @@ class Printer:
                 self._note_once(f"hint: {event.hint or hint}")
             case SelectorReachable():
                 note(f"{event.server} answers again")
+            case UploadRerouted():
+                self._on_rerouted(event)
 
     def summarize(self) -> None:
         visits = plural(sum(self._endings.values()), "visit")
         endings = ", ".join(f"{count:,} {ending}" for ending, count in self._endings.most_common())
         note(f"{visits}: {endings}" if endings else visits)
+        if self._rerouted:
+            reasons = ", ".join(
+                f"{n:,} {why.replace('_', ' ')}" for why, n in self._rerouted.most_common()
+            )
+            uploads = plural(self._rerouted.total(), "direct upload")
+            note(f"{uploads} went on through a selector: {reasons}")
+
+    def _on_rerouted(self, event: UploadRerouted) -> None:
+        """Each reason once: servers choose the address."""
+        self._rerouted[event.reason] += 1
+        if self._rerouted[event.reason] > 1:
+            return
+        where = printable(event.server)
+        note(f"no direct upload to {where}: {printable(event.problem)}; using the selectors")
+        if event.hint:
+            self._note_once(f"hint: {event.hint}")
 
     def _note_once(self, text: str) -> None:
         if text not in self._noted:

@@ -25,7 +25,7 @@ from papaya.cli.client.setup import examples_of, files_in, import_examples
 from papaya.client.work import Ending
 from papaya.device.bundles import BundleStore
 from papaya.device.device import Device
-from papaya.device.events import NotEligible, StepsTrained, VisitEnded
+from papaya.device.events import NotEligible, StepsTrained, UploadRerouted, VisitEnded
 from papaya.device.example_store import ExampleStore
 from papaya.device.executor import Job, JobResult, TaskFile, UnfitExample
 from papaya.device.owners import OwnerPolicy
@@ -387,6 +387,23 @@ def test_a_refused_or_ineligible_device_is_told_once_what_to_do(
     err = capsys.readouterr().err
     assert err.count("--token-file") == 1
     assert err.count("--assume idle,charging,unmetered") == 1
+
+
+def test_why_direct_uploads_fail_is_told_once_for_each_reason_and_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printer = Printer("text")
+    for number, reason in enumerate(("unanswered", "unanswered", "not_allowed")):
+        where, hint = f"https://\x1baggregator-{number}", "check the firewall"
+        printer.on_event(UploadRerouted("process", 0.0, where, reason, f"it is {reason}", hint))
+    printer.summarize()
+    *told, visits, summary = capsys.readouterr().err.splitlines()
+    assert told == [
+        r"no direct upload to https://\x1baggregator-0: it is unanswered; using the selectors",
+        "hint: check the firewall",
+        r"no direct upload to https://\x1baggregator-2: it is not_allowed; using the selectors",
+    ]
+    assert summary == "3 direct uploads went on through a selector: 2 unanswered, 1 not allowed"
 
 
 def test_the_end_of_a_visit_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:

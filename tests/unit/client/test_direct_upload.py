@@ -6,7 +6,8 @@ import pytest
 from msgspec import structs
 
 from papaya.client.client import Stage
-from papaya.client.work import SendRequest
+from papaya.client.work import DirectUploadFailed, SendRequest
+from papaya.config import DeviceConfig
 from papaya.messages.participation import (
     Aborted,
     Chunk,
@@ -19,6 +20,7 @@ from papaya.messages.participation import (
 from tests.unit.client.builders import GRANTED, HEARTBEAT_S, SELECTORS, Phone
 
 DIRECT = "https://aggregator-1.example:8750"
+FIRST_BACKOFF_S = 2 * DeviceConfig().backoff_s
 
 
 def granted() -> Phone:
@@ -47,9 +49,7 @@ def test_chunks_and_complete_go_to_the_aggregator_and_heartbeats_do_not() -> Non
 
 @pytest.mark.parametrize("stage", [Stage.UPLOADING, Stage.COMPLETING])
 @pytest.mark.parametrize("how", ["unanswered", "timeout", "elsewhere", "refused"])
-def test_a_failure_sends_the_same_request_through_a_selector_at_once(
-    stage: Stage, how: str
-) -> None:
+def test_a_failure_sends_the_same_request_through_a_selector(stage: Stage, how: str) -> None:
     phone = granted().until(stage)
     first = phone.asked
     match how:
@@ -58,9 +58,12 @@ def test_a_failure_sends_the_same_request_through_a_selector_at_once(
         case "timeout":
             phone.wait(10.0)
         case "elsewhere":
-            phone.answer(Retry("this aggregator does not hold the task", 1.0, elsewhere=True))
+            phone.answer(Retry("this aggregator does not hold the task", 60.0, elsewhere=True))
         case "refused":
             phone.answer(Refused("no such path"))
+    reason = {"timeout": "unanswered", "elsewhere": "moved"}.get(how, how)
+    assert DirectUploadFailed(DIRECT, reason) in phone.effects  # type: ignore[arg-type]
+    phone.wait(FIRST_BACKOFF_S)
     again = phone.asked
     assert first.to == DIRECT
     assert again.to in SELECTORS
@@ -68,9 +71,24 @@ def test_a_failure_sends_the_same_request_through_a_selector_at_once(
     assert phone.stage is stage
 
 
+def test_clients_that_are_sent_away_at_the_same_time_come_at_different_times() -> None:
+    """A halted or revised task sends all its direct uploads to the selectors."""
+    came: list[float] = []
+    for seed in range(50):
+        phone = Phone(seed=seed).until(Stage.REPORTING)
+        phone.answer(structs.replace(GRANTED, upload_url=DIRECT))
+        sent_away_at = phone.now
+        phone.answer(Retry("the task has moved", 0.0, elsewhere=True))
+        came.append(phone.client.next_wake() - sent_away_at)
+    assert max(came) <= FIRST_BACKOFF_S
+    assert max(came) - min(came) > 0.8 * FIRST_BACKOFF_S
+    assert len(set(came)) == len(came)
+
+
 def test_after_one_failure_the_whole_upload_goes_through_selectors() -> None:
     phone = granted()
     phone.unanswered()
+    phone.wait(FIRST_BACKOFF_S)
     phone.until(Stage.COMPLETING)
     phone.answer(Completed())
     sent = [r.to for r in phone.requests if isinstance(r.message, Chunk | Complete)]
@@ -88,6 +106,7 @@ def test_a_busy_aggregator_is_asked_again_later() -> None:
 def test_a_refusal_of_the_selector_is_final() -> None:
     phone = granted()
     phone.unanswered()
+    phone.wait(FIRST_BACKOFF_S)
     phone.answer(Refused("the session has expired"))
     assert [end.ending for end in phone.endings] == ["refused"]
 
@@ -101,6 +120,7 @@ def test_an_abort_of_the_aggregator_is_final() -> None:
 def test_a_new_ticket_of_a_busy_aggregator_is_used_through_the_selector() -> None:
     phone = completing()
     phone.answer(Retry("the TSA is away", 1.0, 60.0, b"renewed", elsewhere=True))
+    phone.wait(FIRST_BACKOFF_S)
     again = phone.asked
     assert isinstance(again, SendRequest)
     assert isinstance(again.message, Complete)
