@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import ssl
 from pathlib import Path
 
 from papaya.device.limits import DeviceLimits
 from papaya.device.load import Ask
 from papaya.device.selectors import Selectors, open_session
-from papaya.messages.base import Message
+from papaya.messages.base import Message, SessionId
 from papaya.messages.participation import Chunk, Complete, Completed
 from papaya.messages.tickets import claim_of
-from tests.system.fleet import Book, fleet, some_across_failures
+from tests.system.fleet import Book, briefly, fleet, some_across_failures
 from tests.system.oracle import Books
-from tests.system.processes import Installation
+from tests.system.processes import Installation, Toml
 from tests.system.test_roles_apart import CONFIG, Apart
 from tests.system.tls import Certificates, make_certificates
 
@@ -96,4 +97,79 @@ async def _upload_both_ways(apart: Apart, made: Certificates) -> BothWays:
                 lambda: (Completed(), Completed()) in book.twice, _STEP_S, "both ways count"
             )
             await flying.go_home(_STEP_S)
+    return book
+
+
+# -- SIGTERM ---------------------------------------------------------------------------------------
+
+
+class HalfWay(Book):
+    """Direct uploads send their first chunk and wait. Every second one may go on when its
+    aggregator is told to stop, the others when it has ended.
+    """
+
+    def __init__(self, selector: str) -> None:
+        super().__init__()
+        self._selector = selector
+        self.early: set[SessionId] = set()
+        self.late: set[SessionId] = set()
+        self._stopping, self._ended = asyncio.Event(), asyncio.Event()
+        self.holders: set[str] = set()
+
+    async def exchange(self, selector: str, message: Message, ask: Ask) -> Message | None:
+        if selector != self._selector:
+            assert isinstance(message, Chunk | Complete)
+            self.holders.add(selector)
+            if isinstance(message, Chunk) and message.index == 1:
+                await self._wait(claim_of(message.ticket).session)
+        return await super().exchange(selector, message, ask)
+
+    async def _wait(self, session: SessionId) -> None:
+        if self._ended.is_set():
+            return
+        is_early = len(self.early) <= len(self.late)
+        (self.early if is_early else self.late).add(session)
+        self._changed.set()
+        await (self._stopping if is_early else self._ended).wait()
+
+    def on_stopping(self) -> None:
+        self._stopping.set()
+
+    def on_ended(self) -> None:
+        self.next_era()
+        self._ended.set()
+
+
+def test_sigterm_in_the_middle_of_direct_uploads_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    with Installation(tmp_path) as installation:
+        shared: dict[str, Toml] = {"drain_s": 1.0}
+        apart = Apart(installation, selectors=1, aggregators=2, shared=shared, direct="http")
+        apart.start()
+        apart.admin().submit(CONFIG)
+        book = asyncio.run(_stop_half_way(apart))
+        assert set(apart.stop().values()) == {0}
+        Books(installation.data, CONFIG.task).check(book.acknowledged)
+        for half_way in (book.early, book.late):
+            assert half_way & set(book.acknowledged), (half_way, book.endings())
+
+
+async def _stop_half_way(apart: Apart) -> HalfWay:
+    folder, token = apart.installation.folder / "devices", apart.installation.secret("device.token")
+    [selector] = apart.urls()
+    book = HalfWay(selector)
+    async with fleet(
+        folder, [selector], token, 8, briefly, upload_hosts=["127.0.0.1:*"], book=book
+    ) as flying:
+        await book.until(lambda: len(book.late) >= 3, _STEP_S, "six uploads are half-way")
+        [before] = book.holders
+        holder = apart.aggregators[apart.upload_urls.index(before)]
+        holder.send(signal.SIGTERM)
+        book.on_stopping()
+        assert await asyncio.to_thread(holder.process.wait, _STEP_S) == 0
+        book.on_ended()
+        await book.until(
+            lambda: book.holders != {before}, _STEP_S, "direct uploads to the successor"
+        )
+        await book.more(2 * _GOAL, _STEP_S)
+        await flying.go_home(_STEP_S)
     return book
