@@ -22,6 +22,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
@@ -52,7 +53,9 @@ from papaya.tsa.measurement import measure
 logger = logging.getLogger("papaya.server")
 
 _COLLATERAL_LIFE_S = 3600.0
-_PID_FILE = "tsa.pid"
+_PID_FILE = "tsa-child.pid"
+# An aggregator of 0.4.0 that stops ends the process that is named here, whoever uses it.
+_PID_FILE_OF_0_4 = "tsa.pid"
 _USERS_LOCK = "tsa.lock"  # shared: held while a server uses the child
 _START_LOCK = "tsa-start.lock"  # held while a server starts the child or ends it
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
@@ -261,6 +264,8 @@ class TsaConnection:
                     raise  # it runs but does not answer: its groups are not lost
                 self._start_child()
                 client = self._client_of(self._own_address)
+            else:
+                self._keep_from_0_4()
         if self._deployment.coordinators:
             logger.warning(
                 "the TSA is a child process, which ends with the last aggregator on %s that uses "
@@ -309,6 +314,11 @@ class TsaConnection:
             raise Unavailable(f"the TSA did not start; its output is in {words}")
         self._child = child
         (self._data / _PID_FILE).write_text(f"{child.pid}\n")
+
+    def _keep_from_0_4(self) -> None:
+        """The child of an aggregator of 0.4.0 that is used here must not end with that one."""
+        with suppress(FileNotFoundError):
+            (self._data / _PID_FILE_OF_0_4).replace(self._data / _PID_FILE)
 
     def _release_child(self) -> None:
         """End the child, unless another aggregator on the same folder uses it."""

@@ -329,7 +329,7 @@ def ended_at_last(installation: Installation) -> Iterator[None]:
         yield
     finally:
         with suppress(FileNotFoundError, ProcessLookupError):
-            os.kill(int((installation.data / "tsa.pid").read_text()), signal.SIGKILL)
+            os.kill(int((installation.data / "tsa-child.pid").read_text()), signal.SIGKILL)
 
 
 # -- roles apart --------------------------------------------------------------------------------

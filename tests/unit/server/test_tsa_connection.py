@@ -177,7 +177,7 @@ def test_a_child_that_was_stopped_ends_with_its_server(
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"1\n"
-        (tmp_path / "tsa.pid").write_text(f"{child.pid}\n")
+        (tmp_path / "tsa-child.pid").write_text(f"{child.pid}\n")
         os.kill(child.pid, signal.SIGSTOP)
         connection._child = child
         connection.close()
@@ -199,8 +199,19 @@ def test_aggregators_with_one_folder_share_a_child_and_the_last_one_ends_it(
     assert second.open_groups(second.register(PARAMETERS)) == []
     second.close()
     assert child.wait(PATIENCE_S) is not None
-    assert not (tmp_path / "tsa.pid").exists()
+    assert not (tmp_path / "tsa-child.pid").exists()
     assert len(logged(caplog, "hint: with separate roles run it apart: papaya serve tsa")) == 2
+
+
+def test_an_aggregator_of_0_4_does_not_end_the_child_that_a_newer_one_uses(tmp_path: Path) -> None:
+    """0.4.0 ends the process in `tsa.pid` when it stops, and has written its own child there."""
+    with running(f"unix:{tmp_path / 'tsa.sock'}"):
+        (tmp_path / "tsa.pid").write_text("1234567890\n")
+        connection = a_connection(Clock(), tmp_path)
+        connection.register(PARAMETERS)
+        assert not (tmp_path / "tsa.pid").exists()
+        assert (tmp_path / "tsa-child.pid").read_text() == "1234567890\n"
+        connection.close()
 
 
 # -- releases -------------------------------------------------------------------------------------
