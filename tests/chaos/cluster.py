@@ -101,6 +101,7 @@ class Cluster:
             # One coordinator first: it makes the table and the id of the cluster.
             first, *others = self.roles
             first.boot()
+            self.database.watch_writers()
             list(threads.map(Host.boot, others))
         self.balancer.boot()
 

@@ -20,12 +20,18 @@ import psycopg
 from papaya.messages import wire
 from papaya.messages.storage import OptimizerRow, optimizer_key
 from tests.chaos.hosts import Host, Program, until
+from tests.chaos.writers import strangers, watch_writers
 from tests.system.tls import Authority
 
 _AS_POSTGRES = ("setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups")
 _PASSWORD = "chaos"
 _PATRONI_PORT = 8008
 _ANSWER_S = 2.0
+_PORT = 5432
+_END_WAITING = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+WHERE wait_event = 'SyncRep' AND application_name LIKE 'papaya aggregator@%'
+"""
 
 
 class Database:
@@ -43,7 +49,7 @@ class Database:
 
     @property
     def url(self) -> str:
-        addresses = ",".join(f"{host.address}:5432" for host in self.hosts)
+        addresses = ",".join(f"{host.address}:{_PORT}" for host in self.hosts)
         return (
             f"postgresql://papaya@{addresses}/papaya?passfile={self._folder / 'password'}"
             f"&sslrootcert={self._authority.file}"
@@ -51,7 +57,7 @@ class Database:
 
     def start(self) -> None:
         """The first host becomes the primary, the second its synchronous replica."""
-        lines = [f"{host.address}:5432:*:papaya:{_PASSWORD}\n" for host in self.hosts]
+        lines = [f"{host.address}:{_PORT}:*:papaya:{_PASSWORD}\n" for host in self.hosts]
         file = self._folder / "password"
         file.touch(mode=0o600)
         file.write_text("".join(lines), encoding="ascii")
@@ -93,14 +99,38 @@ class Database:
             file = self._data(primary) / "postmaster.pid"
             os.kill(int(file.read_text().split()[0]), 9)
 
+    def stop_replication(self, primary: Host, standby: Host) -> None:
+        """Nothing that the primary sends as a server of PostgreSQL arrives at the standby."""
+        standby.ignore(primary, _PORT)
+
+    def resume_replication(self, primary: Host, standby: Host) -> None:
+        standby.hear(primary, _PORT)
+
+    def end_unreplicated_commits(self) -> int:
+        """Terminate the backends of aggregators whose commit waits for the standby. Then it is
+        visible, although it is not replicated. How many there were.
+        """
+        with self._connected() as connection:
+            return len(connection.execute(_END_WAITING).fetchall())
+
+    def watch_writers(self) -> None:
+        with self._connected() as connection:
+            watch_writers(connection)
+
+    def strangers(self) -> list[str]:
+        with self._connected() as connection:
+            return strangers(connection)
+
+    def _connected(self) -> psycopg.Connection[tuple[Any, ...]]:
+        """To the primary. Raises psycopg.Error."""
+        return psycopg.connect(self.url, target_session_attrs="read-write", connect_timeout=2)
+
     def until_writable(self, seconds: float) -> float:
         """When a connection could write, in Unix time."""
         ends_at = time.monotonic() + seconds
         while True:
             try:
-                with psycopg.connect(
-                    self.url, target_session_attrs="read-write", connect_timeout=2
-                ) as connection:
+                with self._connected() as connection:
                     connection.execute("CREATE TEMPORARY TABLE probe (x int)")
                 return time.time()
             except psycopg.Error as error:
@@ -110,9 +140,7 @@ class Database:
 
     def versions(self, tasks: Sequence[str]) -> dict[str, int]:
         """The newest version of each task. Raises psycopg.Error."""
-        with psycopg.connect(
-            self.url, target_session_attrs="read-write", connect_timeout=2
-        ) as connection:
+        with self._connected() as connection:
             return newest_versions(connection, tasks)
 
     def _etcd(self, host: Host) -> Program:
@@ -208,8 +236,8 @@ class Database:
                 ],
             },
             "postgresql": {
-                "listen": f"{address}:5432",
-                "connect_address": f"{address}:5432",
+                "listen": f"{address}:{_PORT}",
+                "connect_address": f"{address}:{_PORT}",
                 "data_dir": str(place / "data"),
                 "bin_dir": str(_programs()),
                 "pgpass": str(place / "pgpass"),

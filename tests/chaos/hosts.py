@@ -171,12 +171,12 @@ class Host:
         for program in self.programs:
             program.start(**variables)
 
-    def ignore(self, other: Host) -> None:
-        """Packets from `other` do not arrive."""
-        self.run("iptables", "-w", "-A", "INPUT", "-s", other.address, "-j", "DROP")
+    def ignore(self, other: Host, port: int | None = None) -> None:
+        """Packets from `other` do not arrive; with `port`, only those from this port."""
+        self.run("iptables", "-w", "-A", "INPUT", *_dropped(other, port))
 
-    def hear(self, other: Host) -> None:
-        self.run("iptables", "-w", "-D", "INPUT", "-s", other.address, "-j", "DROP")
+    def hear(self, other: Host, port: int | None = None) -> None:
+        self.run("iptables", "-w", "-D", "INPUT", *_dropped(other, port))
 
     def slow_down(self, kbit: int) -> None:
         """What it sends leaves at this rate."""
@@ -185,6 +185,11 @@ class Host:
 
     def speed_up(self) -> None:
         self.run("tc", "qdisc", "del", "dev", "eth0", "root")
+
+
+def _dropped(source: Host, port: int | None) -> tuple[str, ...]:
+    from_port = () if port is None else ("-p", "tcp", "--sport", str(port))
+    return ("-s", source.address, *from_port, "-j", "DROP")
 
 
 class Network:

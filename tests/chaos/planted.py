@@ -16,10 +16,12 @@ from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
+from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.shards import Shards
 from papaya.cli.main import main
 from papaya.messages.storage import Outcome, RecordRow, Transaction
 from papaya.store.postgresql import PostgresState
+from papaya.store.postgresql_session import DatabaseSession
 
 VARIABLE: Final = "PAPAYA_PLANTED"
 PLANTED: Final = (sys.executable, "-m", "tests.chaos.planted")
@@ -89,6 +91,23 @@ def _unknown_transaction_repeated() -> None:
     _patch(PostgresState, transact_all=transact_all, _write=write)
 
 
+def _fence_skipped() -> None:
+    """An aggregator writes rows without checking that it still holds the task."""
+    _patch(Ledger, _fenced=lambda ledger: ("never-written", None))
+
+
+def _unreplicated_row_read() -> None:
+    """A read does not wait until what it has found is replicated."""
+
+    def write(store: PostgresState, session: DatabaseSession, changed: dict[bytes, Any]) -> None:
+        if changed:
+            _write(store, session, changed)
+        else:
+            session.connection.execute("COMMIT")
+
+    _patch(PostgresState, _write=write)
+
+
 def _versions_delayed() -> None:
     """A full buffer waits before it becomes a version; updates are acknowledged meanwhile, until
     the next buffer is full too.
@@ -111,16 +130,28 @@ def _patch(target: type, **changes: object) -> None:
 
 
 class PlantedBug(NamedTuple):
-    """`shown_by`: the faults of tests/chaos/schedule.py that show it."""
+    """`shown_by`: the kinds of faults of tests/chaos/schedule.py that show it.
+
+    `problem`: a regular expression for what a run must say then.
+    """
 
     plant: Callable[[], None]
     shown_by: tuple[str, ...]
+    problem: str
 
+
+_LOST = r"told 'counted': counted 0 times"
+_STRANGER = r"^aggregator@\S+ wrote \d+ rows of \S+, which aggregator@\S+ held"
+_LATE = r"no version was made|not 1 updates were counted"
 
 BUGS: Final = {
-    "acknowledged-before-commit": PlantedBug(_acknowledged_before_commit, ("holder",)),
-    "unknown-transaction-repeated": PlantedBug(_unknown_transaction_repeated, ("database",)),
-    "versions-delayed": PlantedBug(_versions_delayed, ("holder",)),
+    "acknowledged-before-commit": PlantedBug(_acknowledged_before_commit, ("holder",), _LOST),
+    "unknown-transaction-repeated": PlantedBug(
+        _unknown_transaction_repeated, ("kill-database",), _LOST
+    ),
+    "fence-skipped": PlantedBug(_fence_skipped, ("split",), _STRANGER),
+    "unreplicated-row-read": PlantedBug(_unreplicated_row_read, ("unreplicated",), _LOST),
+    "versions-delayed": PlantedBug(_versions_delayed, ("holder",), _LATE),
 }
 
 

@@ -8,6 +8,7 @@ copies, and a test of that shows nothing.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -22,12 +23,27 @@ _TTL_S = 20.0  # of the primary's lock, the shortest that Patroni allows
 _MEGABYTE = bytes(1 << 20)
 _PAIRS = 1 / 3
 _DRAWS = 5
+_WEIGHTS = {
+    "power": 4,
+    "freeze": 3,
+    "partition": 5,
+    "slow": 2,
+    "failover": 3,
+    "disk": 1,
+    "clock": 1,
+    "gate": 1,
+}
+_LONG_WEIGHTS = {"tsa": 1, "database-host": 1, "split": 1, "unreplicated": 1}
+# Those that are never drawn unless they are asked for are part of another kind.
+KINDS = (*_WEIGHTS, *_LONG_WEIGHTS, "holder", "kill-database")
+_VISIBLE_S = 0.7  # for the processes to read what is not replicated, and to tell devices
+_SPLIT_S = 7 * HEARTBEAT_S  # longer than it takes to move a task
 
 
 class Schedule:
     """`is_long`: also faults that take half a minute, and those that lose a TSA's memory.
 
-    `only`: the names of the faults to draw from; empty means all.
+    `only`: the kinds of faults to draw from, each as often; empty means all, by their weights.
     """
 
     def __init__(
@@ -35,21 +51,28 @@ class Schedule:
     ) -> None:
         self._cluster = cluster
         self._rng = Random(seed)
-        self._kinds: dict[Callable[[], Fault], int] = {
-            self._power: 4,
-            self._freeze: 3,
-            self._partition: 5,
-            self._slow: 2,
-            self._failover: 3,
-            self._disk: 1,
-            self._clock: 1 if FAKETIME.exists() else 0,
-            self._gate: 1,
-            self._tsa: 1 if is_long else 0,
-            self._database_host: 1 if is_long else 0,
-        }
+        weights = _WEIGHTS | (_LONG_WEIGHTS if is_long else {})
+        if not FAKETIME.exists():
+            weights["clock"] = 0
         if only:
-            named = {"holder": self._holder, "database": self._kill_database}
-            self._kinds = {named[name]: 1 for name in only}
+            weights = dict.fromkeys(only, 1)
+        drawn: dict[str, Callable[[], Fault]] = {
+            "power": self._power,
+            "holder": self._holder,
+            "freeze": self._freeze,
+            "partition": self._partition,
+            "split": self._split,
+            "slow": self._slow,
+            "failover": self._failover,
+            "kill-database": self._kill_database,
+            "unreplicated": self._unreplicated,
+            "disk": self._disk,
+            "clock": self._clock,
+            "gate": self._gate,
+            "tsa": self._tsa,
+            "database-host": self._database_host,
+        }
+        self._kinds = {drawn[kind]: weight for kind, weight in weights.items()}
         self._waiting: list[Callable[[], Fault]] = []
 
     def next(self) -> Fault:
@@ -135,6 +158,35 @@ class Schedule:
         words = ", ".join(f"{host.name} to {deaf.name}" for deaf, host in cut)
         return Fault(f"partition: {words}", self._seconds(), begin, end, self._touched(one, other))
 
+    def _split(self) -> Fault:
+        """The holder of a task, and all selectors, lose the coordinators. These give the task to
+        another aggregator, while clients that train go on uploading to the first one.
+        """
+        holder, coordinators = self._cluster.holder(), self._cluster.coordinators
+        lost = [holder, *self._cluster.selectors]
+        pairs = [
+            (a, b)
+            for one in lost
+            for other in coordinators
+            for a, b in ((one, other), (other, one))
+        ]
+
+        def begin() -> None:
+            for deaf, host in pairs:
+                deaf.ignore(host)
+
+        def end() -> None:
+            for deaf, host in pairs:
+                deaf.hear(host)
+
+        return Fault(
+            f"split: {holder.name} and the selectors from the coordinators",
+            _SPLIT_S,
+            begin,
+            end,
+            self._touched(*lost, *coordinators),
+        )
+
     def _slow(self) -> Fault:
         hosts = [self._role(), self._cluster.bucket, *self._cluster.database.hosts]
         host, kbit = self._rng.choice(hosts), self._rng.choice((256, 1024, 4096))
@@ -190,6 +242,37 @@ class Schedule:
         return Fault(
             "database: power of the primary", 0.0, begin, end, self._touched(*database.hosts)
         )
+
+    def _unreplicated(self) -> Fault:
+        """Commits become visible that the standby does not have; then it becomes the primary.
+
+        Replication stops, and the backends of aggregators whose commit waits for it are terminated,
+        again and again. A little later the primary is killed.
+        """
+        database, visible_s = self._cluster.database, self._rng.uniform(2, 3) * HEARTBEAT_S
+        parted: list[tuple[Host, Host]] = []
+
+        def begin() -> None:
+            until(lambda: database.synchronous() is not None, "the replica is synchronous")
+            primary, standby = database.primary(), database.synchronous()
+            assert primary is not None
+            assert standby is not None
+            parted.append((primary, standby))
+            database.stop_replication(primary, standby)
+            until(lambda: database.end_unreplicated_commits() > 0, "a commit waits for the standby")
+            ends_at = time.monotonic() + visible_s
+            while time.monotonic() < ends_at:
+                time.sleep(_VISIBLE_S)
+                database.end_unreplicated_commits()
+            time.sleep(_VISIBLE_S)
+            database.kill_primary()
+
+        def end() -> None:
+            self._until_writable()
+            for primary, standby in parted:
+                database.resume_replication(primary, standby)
+
+        return Fault("unreplicated: commits", 0.0, begin, end, self._touched(*database.hosts))
 
     def _until_writable(self) -> None:
         self._cluster.database.until_writable(_WRITABLE_S)

@@ -13,7 +13,8 @@ import pytest
 from tests.chaos.cluster import Cluster
 from tests.chaos.faults import Fault, NotRecovered, Versions, together
 from tests.chaos.hosts import Host
-from tests.chaos.schedule import Schedule
+from tests.chaos.planted import BUGS
+from tests.chaos.schedule import KINDS, Schedule
 
 _LIMIT_S = 60.0
 
@@ -53,6 +54,16 @@ def drawn(seed: int, count: int) -> list[Fault]:
 def test_a_seed_decides_the_faults() -> None:
     first, again, other = ([f.name for f in drawn(seed, 60)] for seed in (1, 1, 2))
     assert first == again != other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_can_be_drawn_alone(kind: str) -> None:
+    schedule = Schedule(cast(Cluster, a_cluster()), 1, is_long=False, only=(kind,))
+    assert schedule.next().touches
+
+
+def test_the_faults_of_planted_bugs_exist() -> None:
+    assert {kind for bug in BUGS.values() for kind in bug.shown_by} <= set(KINDS)
 
 
 def test_about_a_third_of_the_faults_are_two_at_once() -> None:
