@@ -84,7 +84,7 @@ class AllowedHosts:
 
 
 class _Allowed(NamedTuple):
-    """`host`: a name, or what a name must end with. `port`: a number, or one of the two below."""
+    """`host`: a name, or what a name must end with. `port`: a number, `_ANY_PORT`, `_OWN_PORT`."""
 
     host: str
     port: int
