@@ -179,16 +179,17 @@ def _run(folder: Path, plan: _Plan) -> list[str]:
             while time.monotonic() < ends_at:
                 number += 1
                 episode_s = min(ends_at - time.monotonic(), _EPISODE_S)
-                problems += _episode(cluster, schedule, number, plan, episode_s, recoveries)
+                _episode(cluster, schedule, number, plan, episode_s, recoveries, problems)
         except NotRecovered as error:
             if stalls.longest_s <= HEARTBEAT_S / 2:
                 problems.append(str(error))
             else:
-                say(f"{error}; the last episode is not judged, because the run is invalid")
+                say(f"{error}; this is not a failure, because the run is invalid")
         else:
-            problems += cluster.database.strangers()
             codes = cluster.stop_servers()
             problems += [f"{name} stopped with {code}" for name, code in codes.items() if code]
+        cluster.database.until_writable(_RECOVER_S)
+        problems += cluster.database.strangers()
         stall_s = stalls.longest_s
     say(in_words(recoveries, stall_s, HEARTBEAT_S))
     return problems
@@ -201,8 +202,12 @@ def _episode(
     plan: _Plan,
     seconds: float,
     recoveries: list[Recovery],
-) -> list[str]:
-    """Faults for so long, on tasks of their own; the problems that the oracle finds."""
+    problems: list[str],
+) -> None:
+    """Faults for so long, on tasks of their own; adds the problems that the oracle finds.
+
+    If a task does not go on, what is stored is judged all the same before NotRecovered is raised.
+    """
     clear = _task(f"clear-{number}", 100, False, plan.goal)
     tasks = [clear, _task(f"masked-{number}", 40, True, _GOAL)]
     for config in tasks:
@@ -214,15 +219,21 @@ def _episode(
     acknowledged.until(_GOAL, 0.0, _RECOVER_S, "the start")
     ends_at = time.monotonic() + seconds
     has_lost_tsa = False
-    while time.monotonic() < ends_at:
+    late: NotRecovered | None = None
+    while time.monotonic() < ends_at and late is None:
         fault = schedule.next()
         has_lost_tsa = has_lost_tsa or "tsa:" in fault.name
-        recoveries += play([fault], acknowledged, versions, _LIMITS)
+        try:
+            recoveries += play([fault], acknowledged, versions, _LIMITS)
+        except NotRecovered as error:
+            late = error
     load.signal(signal.SIGTERM)
     assert load.wait(_DRAIN_S) == 0, load.tail()
     for config in tasks:
         cluster.cancel(config)
-    return _judge(cluster, tasks, outcomes, has_lost_tsa)
+    problems += _judge(cluster, tasks, outcomes, has_lost_tsa)
+    if late is not None:
+        raise late
 
 
 def _task(name: str, concurrency: int, is_secure: bool, goal: int) -> TaskConfig:

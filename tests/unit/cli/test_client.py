@@ -397,7 +397,7 @@ def test_why_direct_uploads_fail_is_told_once_for_each_reason_and_counted(
         where, hint = f"https://\x1baggregator-{number}", "check the firewall"
         printer.on_event(UploadRerouted("process", 0.0, where, reason, f"it is {reason}", hint))
     printer.summarize()
-    *told, visits, summary = capsys.readouterr().err.splitlines()
+    *told, _, summary = capsys.readouterr().err.splitlines()
     assert told == [
         r"no direct upload to https://\x1baggregator-0: it is unanswered; using the selectors",
         "hint: check the firewall",
