@@ -38,9 +38,9 @@ from tests.system.processes import PAPAYA, Installation, ServerProcess, Toml, en
 from tests.system.test_secure import trusted_process, until
 
 HEARTBEAT_S = 0.8
-RECOVER_S = 120.0
+RECOVER_S = 240.0
 LIMITS = Limits(acknowledge_s=RECOVER_S, version_s=RECOVER_S)
-_STEP_S = 120.0
+_STEP_S = 240.0
 _RESTART_S = 0.2
 _BLOBS = f"s3://{BUCKET}/chaos"
 _LENGTH = 8_000

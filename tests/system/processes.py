@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import Self
 
 PAPAYA = (sys.executable, "-m", "papaya")
-START_S = 120.0
-STOP_S = 120.0
+START_S = 300.0
+STOP_S = 300.0
 _LOGGED_LINES = 4000
 Toml = str | int | float | Sequence[str]
 

@@ -17,7 +17,7 @@ from tests.system.fleet import Fleet, briefly, fleet
 from tests.system.oracle import Books
 from tests.system.processes import Installation, ServerProcess, Toml, run_to_the_end
 
-_STEP_S = 120.0
+_STEP_S = 240.0
 TASK = TaskConfig(
     task="task",
     concurrency=8,

@@ -16,7 +16,7 @@ from tests.system.fleet import Book, briefly, fleet
 from tests.system.oracle import Books
 from tests.system.processes import Installation, ServerProcess, run_to_the_end
 
-_STEP_S = 120.0
+_STEP_S = 240.0
 _FILE_SIZE = resource.RLIMIT_FSIZE
 _ANYWHERE = ("--devices", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--servers", "127.0.0.1:0")
 

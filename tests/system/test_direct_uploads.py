@@ -19,7 +19,7 @@ from tests.system.processes import Installation, Toml
 from tests.system.test_roles_apart import CONFIG, Apart
 from tests.system.tls import Certificates, make_certificates
 
-_STEP_S = 120.0
+_STEP_S = 240.0
 _GOAL = CONFIG.aggregation_goal
 
 

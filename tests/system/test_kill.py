@@ -21,7 +21,7 @@ from tests.system.processes import Installation, ServerProcess
 
 _LENGTH = 48  # 12 chunks of 16 bytes
 _DEVICES = 23
-_STEP_S = 120.0
+_STEP_S = 240.0
 
 _FEDAVG = OptimizerConfig(kind="fedavg", rate=1.0)
 ASYNC = TaskConfig(

@@ -32,7 +32,7 @@ from tests.system.fleet import briefly, fleet
 from tests.system.processes import Installation, ServerProcess
 from tests.system.test_roles_apart import CONFIG, Apart
 
-STEP_S = 120.0
+STEP_S = 240.0
 _POLL_S = 0.05
 MARK = "mark3d-s3cret"
 

@@ -19,7 +19,7 @@ from tests.system.fleet import Book, Fleet, Work, briefly, fleet
 from tests.system.oracle import Books
 from tests.system.processes import CALM, Installation
 
-_STEP_S = 120.0
+_STEP_S = 240.0
 _GOAL = 4
 _DEVICES = 12
 _LOSS, _EXAMPLES = 2.5, 8

@@ -24,7 +24,7 @@ from tests.system.oracle import Books
 from tests.system.processes import Installation, ServerProcess, Toml, run_to_the_end
 from tests.vectors import data_of_0_3_0
 
-_STEP_S = 120.0
+_STEP_S = 240.0
 _RESUME_S = 2.0
 _TASK, _GOAL = data_of_0_3_0.TASK, 4
 _HEARTBEAT_S = 1.5

@@ -24,7 +24,7 @@ from tests.system.oracle import Books
 from tests.system.processes import CALM, Installation, ServerProcess, Toml, run_to_the_end
 from tests.system.tls import make_certificates
 
-_STEP_S = 120.0
+_STEP_S = 240.0
 _POLL_S = 0.05
 _GOAL = 4
 CONFIG = TaskConfig(

@@ -22,7 +22,7 @@ from tests.system.test_roles_apart import CONFIG, Apart
 from tests.system.test_secure import CONFIG as MASKED
 from tests.system.test_secure import SecureBooks, terms_of, trust, trusted_process
 
-_STEP_S = 120.0
+_STEP_S = 240.0
 _GOAL = CONFIG.aggregation_goal
 _DEVICES = 14
 

@@ -21,7 +21,7 @@ from tests.system.fleet import Book, fleet, some_across_failures
 from tests.system.oracle import Books
 from tests.system.processes import Installation, ServerProcess, Toml, run_to_the_end, toml
 
-_STEP_S = 120.0
+_STEP_S = 240.0
 _RETRY = "will retry"
 TASK = TaskConfig(
     task="task",

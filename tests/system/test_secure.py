@@ -45,7 +45,7 @@ from tests.system.fleet import Book, Work, briefly, fleet
 from tests.system.oracle import Books
 from tests.system.processes import PAPAYA, Installation, ServerProcess, Toml, environment
 
-STEP_S = 120.0
+STEP_S = 240.0
 GOAL = 4
 _DEVICES = 10
 SERVER: dict[str, Toml] = {"heartbeat_s": 0.8}

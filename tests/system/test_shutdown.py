@@ -13,7 +13,7 @@ from tests.system.fleet import Book, Fleet, Work, fleet
 from tests.system.oracle import Books
 from tests.system.processes import CALM, Installation, ServerProcess
 
-_STEP_S = 120.0
+_STEP_S = 240.0
 _GOAL = 8
 # SyncFL sums integers exactly, so that a run can be replayed to the last bit.
 CONFIG = TaskConfig(
