@@ -21,7 +21,14 @@ import numpy as np
 from msgspec import Struct
 
 from papaya.attestation.policy import DevicePolicy
-from papaya.config import AsyncFL, Deployment, SecureAggregation, ServerConfig, TaskConfig
+from papaya.config import (
+    AsyncFL,
+    Deployment,
+    Requirements,
+    SecureAggregation,
+    ServerConfig,
+    TaskConfig,
+)
 from papaya.conformance.gateway import Gateway
 from papaya.conformance.judge import RuleFinding, Transcript, judge
 from papaya.conformance.rules import BY_ID, RULES
@@ -212,6 +219,7 @@ class Kit:
             model_length=MODEL_LENGTH,
             regime=AsyncFL(aggregation_goal=_GOAL),
             secure_aggregation=secure,
+            requirements=Requirements(upload_bits=scenario.upload_bits),
             clip=_CLIP,
             max_examples=100,
             participation_gap_s=scenario.participation_gap_s,
@@ -240,6 +248,7 @@ class Kit:
             "max_staleness": config.max_staleness,
             "threshold": config.threshold,
             "weighting": "examples",
+            "upload_bits": scenario.upload_bits,
         }
         policy = DevicePolicy(
             log_key=(self._data / "log.key.pub").read_text().strip(),

@@ -59,6 +59,7 @@ class Scenario:
     rules: ClassVar[tuple[str, ...]] = ()
     expects: ClassVar[ExpectedEnding] = "counted"
     is_secure: ClassVar[bool] = False
+    upload_bits: ClassVar[Literal[16, 32]] = 32
     visits: ClassVar[int] = 1
     participation_gap_s: ClassVar[float] = 0.0
 
@@ -95,6 +96,21 @@ def ended_as(t: Transcript, ending: ExpectedEnding) -> bool:
             return bool(t.answered(Refused)) and not t.answered(Completed)
         case "left":
             return not t.answered(Completed) and bool(t.of(Leave))
+
+
+class ChangedAnswer(Scenario):
+    """Changes messages on their way to the client."""
+
+    def changed(self, answer: Message) -> Message:
+        """What the client gets instead; the same object if it stays as it is."""
+        raise NotImplementedError
+
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
+        found = await pass_on()
+        honest = parsed(found)
+        if honest is None or (other := self.changed(honest)) is honest:
+            return found
+        return reply(other)
 
 
 class LostAnswers(Scenario):
@@ -289,17 +305,15 @@ class TaskHasMoved(Scenario):
         return await pass_on()
 
 
-class NobodyAtUploadUrl(Scenario):
+class NobodyAtUploadUrl(ChangedAnswer):
     name = "upload-url"
     explains = "the grant names an address for a direct upload, and nobody listens there"
     rules = ("upload-url",)
 
-    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
-        found = await pass_on()
-        granted = parsed(found)
-        if isinstance(granted, UploadGranted):
-            return reply(structs.replace(granted, upload_url=_NOBODY))
-        return found
+    def changed(self, answer: Message) -> Message:
+        if isinstance(answer, UploadGranted):
+            return structs.replace(answer, upload_url=_NOBODY)
+        return answer
 
 
 class SlowCommit(Scenario):
@@ -400,7 +414,23 @@ class SecureFaults(LostAnswers):
         return await super().answer(seen, pass_on)
 
 
-class Forgery(Scenario):
+class SecureShortWords(Scenario):
+    """A client whose check-ins do not offer 16 bits is not assigned to the task, nor judged."""
+
+    name = "secure-16-bit"
+    explains = "a secure task with masked words of 16 bits, for clients that offer them"
+    is_secure = True
+    upload_bits = 16
+    rules = ("sealed",)
+
+    def judge(self, t: Transcript) -> Iterator[RuleFinding]:
+        asked = (seen.message for seen in t.of(CheckIn))
+        offers = (m.capabilities.upload_bits for m in asked if isinstance(m, CheckIn))
+        if min(offers, default=32) <= self.upload_bits:
+            yield from super().judge(t)
+
+
+class Forgery(ChangedAnswer):
     """A grant whose offer the device's checks must refuse."""
 
     is_secure = True
@@ -410,12 +440,10 @@ class Forgery(Scenario):
     def forge(self, offer: SecureOffer) -> SecureOffer | None:
         raise NotImplementedError
 
-    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
-        found = await pass_on()
-        granted = parsed(found)
-        if isinstance(granted, UploadGranted) and granted.secure is not None:
-            return reply(structs.replace(granted, secure=self.forge(granted.secure)))
-        return found
+    def changed(self, answer: Message) -> Message:
+        if isinstance(answer, UploadGranted) and answer.secure is not None:
+            return structs.replace(answer, secure=self.forge(answer.secure))
+        return answer
 
     def judge(self, t: Transcript) -> Iterator[RuleFinding]:
         if t.answered(UploadGranted):
@@ -489,19 +517,15 @@ class NoOffer(Forgery):
         return None
 
 
-class ClearInstead(Scenario):
+class ClearInstead(ChangedAnswer):
     name = "clear-instead"
     explains = "the server says that a secure task is in the clear"
     is_secure = True
     expects = "left"
     rules = ("decides",)
 
-    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
-        found = await pass_on()
-        joined = parsed(found)
-        if isinstance(joined, Joined):
-            return reply(structs.replace(joined, secure=False))
-        return found
+    def changed(self, answer: Message) -> Message:
+        return structs.replace(answer, secure=False) if isinstance(answer, Joined) else answer
 
     def judge(self, t: Transcript) -> Iterator[RuleFinding]:
         if t.answered(Joined):
@@ -533,6 +557,7 @@ SCENARIOS: tuple[type[Scenario], ...] = (
     TooSoon,
     SecureVisit,
     SecureFaults,
+    SecureShortWords,
     ForgedQuote,
     OtherMeasurement,
     ForgedIdentity,

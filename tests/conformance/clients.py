@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from msgspec import UNSET
 
 from papaya.client.work import Finish, Seal, Sealed
 from papaya.config import DeviceConfig
@@ -49,6 +50,7 @@ class KitTrainer(ProtocolTrainer):
             max_staleness=task["max_staleness"],
             clip=task["clip"],
             threshold=task["threshold"],
+            upload_bits=16 if task["upload_bits"] == 16 else UNSET,
         )
         self._task = task["task"]
 

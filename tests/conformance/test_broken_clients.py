@@ -91,11 +91,24 @@ def test_each_client_that_breaks_a_rule_is_caught(tmp_path: Path) -> None:
     assert missed == {}
 
 
-def test_an_update_in_the_clear_is_not_counted_as_masked(tmp_path: Path) -> None:
-    async def play() -> ScenarioResult:
-        async with opened_kit(tmp_path, heartbeat_s=2.0) as (kit, _):
-            [scenario] = chosen(["secure"])
-            return await kit.play(scenario, partial(reference_visit, trust=InTheClear))
+async def _words_of_32_bits(setup: ClientSetup) -> None:
+    """It has no idea of shorter words, although it offers them."""
+    await reference_visit(structs.replace(setup, task={**setup.task, "upload_bits": 32}))
 
-    result = asyncio.run(play())
-    assert "counted" in [finding.rule for finding in result.broken], result
+
+def test_other_ways_to_break_a_secure_task(tmp_path: Path) -> None:
+    async def play() -> list[list[str]]:
+        async with opened_kit(tmp_path, heartbeat_s=2.0) as (kit, _):
+            found = []
+            for name, visit in (
+                ("secure", partial(reference_visit, trust=InTheClear)),
+                ("secure-16-bit", _words_of_32_bits),
+            ):
+                [scenario] = chosen([name])
+                result = await kit.play(scenario, visit)
+                found.append([finding.rule for finding in result.broken])
+            return found
+
+    in_the_clear, other_words = asyncio.run(play())
+    assert "counted" in in_the_clear
+    assert "sealed" in other_words

@@ -6,9 +6,10 @@ import pytest
 
 from papaya.conformance.gateway import Seen
 from papaya.conformance.judge import RuleFinding, Transcript, judge
+from papaya.conformance.scenarios import SecureShortWords
 from papaya.messages.base import Message
 from papaya.messages.participation import Alive, Complete, Heartbeat, Join, Report, Retry
-from papaya.messages.selection import Accepted, Capabilities, CheckIn
+from papaya.messages.selection import Accepted, Capabilities, CheckIn, Rejected
 from tests.unit.device.fake_selector import GRANTED, joined
 
 JOINED = joined()
@@ -67,6 +68,20 @@ def test_a_renewed_ticket_takes_the_place_of_the_one_that_it_renews(
     """It cannot be used before it was given, nor for requests that need another ticket."""
     ticket = judged("ticket", *exchanges)
     assert ticket.kept is is_kept, ticket
+
+
+async def _no_restart() -> None:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(("bits", "broken"), [(32, []), (16, ["sealed"]), (8, ["sealed"])])
+def test_a_client_has_to_take_part_with_short_words_only_if_it_offers_them(
+    bits: int, broken: list[str]
+) -> None:
+    rejected = Rejected("not for this device", 1.0, 2.0)
+    seen = transcript((0.0, CheckIn(2, Capabilities(upload_bits=bits)), rejected))
+    findings = SecureShortWords(1.0, _no_restart).judge(seen)
+    assert [finding.rule for finding in findings if not finding.kept] == broken
 
 
 @pytest.mark.parametrize(
