@@ -43,6 +43,9 @@ def require_numbers(settings: Struct, group: str = "") -> None:
         value = values[name]
         if type(value) not in types:  # which may have that of None or UNSET
             require_number(f"{group}{name}", value)
+            is_whole = float in types or not isinstance(value, float) or value.is_integer()
+            remedy = f"round {group}{name}"
+            require(is_whole, f"{group}{name}", value, "must be a whole number", remedy)
 
 
 @cache

@@ -67,11 +67,17 @@ class AsyncFL(Struct, frozen=True, tag="async"):
     aggregation_goal: int | None = None
     max_staleness: int | None = None
 
+    def __post_init__(self) -> None:
+        require_numbers(self, "regime.")
+
 
 class SyncFL(Struct, frozen=True, tag="sync"):
     """Rounds of clients that all start from the current version."""
 
     over_selection: float = 0.3
+
+    def __post_init__(self) -> None:
+        require_numbers(self, "regime.")
 
 
 class Requirements(Struct, frozen=True):
@@ -95,6 +101,9 @@ class Requirements(Struct, frozen=True):
     frozen_file: str | None = None
     upload_bits: UploadBits = 32
 
+    def __post_init__(self) -> None:
+        require_numbers(self, "requirements.")
+
     @property
     def blobs(self) -> tuple[str, ...]:
         """The keys of everything that a device fetches before it takes part."""
@@ -105,6 +114,9 @@ class SecureAggregation(Struct, frozen=True):
     """The smallest number of clients whose sum may be revealed; None means the aggregation goal."""
 
     threshold: int | None = None
+
+    def __post_init__(self) -> None:
+        require_numbers(self, "secure_aggregation.")
 
 
 class TaskConfig(Struct, frozen=True, kw_only=True):

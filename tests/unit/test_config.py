@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -37,6 +39,27 @@ def refusal(kind: type[Built], **values: Any) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         kind(**({**whole, **values} if kind is TaskConfig else values))
     return caught.value
+
+
+# --- Values of another type
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "problem"),
+    [
+        (AsyncFL, "aggregation_goal", "5", "regime.aggregation_goal = '5': must be a number"),
+        (AsyncFL, "max_staleness", "9", "regime.max_staleness = '9': must be a number"),
+        (AsyncFL, "aggregation_goal", 5.5, "= 5.5: must be a whole number"),
+        (SyncFL, "over_selection", [0.3], "regime.over_selection = [0.3]: must be a number"),
+        (SecureAggregation, "threshold", "2", "secure_aggregation.threshold = '2': must be a"),
+        (Requirements, "min_memory_mb", "64", "requirements.min_memory_mb = '64': must be a"),
+    ],
+)
+def test_a_part_of_a_task_refuses_another_type_when_it_is_made(
+    kind: Callable[..., object], field: str, value: object, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        kind(**{field: value})
 
 
 # --- Impossible values

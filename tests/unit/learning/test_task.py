@@ -163,7 +163,7 @@ BAD = {
     "a neighbour": ("import my_neighbour", 1, "my_neighbour"),
     "bad name": ("task = a_task(name='My Task')", 1, "task = 'My Task'"),
     "bad value": ("task = a_task(concurrency=0)", 1, "concurrency = 0"),
-    "bad type": ("task = a_task(concurrency=2.5)", 1, "Expected `int`"),
+    "bad type": ("task = a_task(concurrency=2.5)", 1, "concurrency = 2.5: must be a whole number"),
     "text": ("task = a_task(concurrency='x')", 1, "concurrency = 'x': must be a number"),
     "quoted rate": ("ClientSGD(rate='0.1')", 1, r"client.rate = '0.1': must be a number"),
     "quoted epochs": ("ClientSGD(rate=1., epochs='2')", 1, "client.epochs = '2': must be a number"),
