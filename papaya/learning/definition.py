@@ -413,6 +413,11 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
                 ) from error
 
     @property
+    def keeps_tensors(self) -> bool:
+        """Whether devices may keep tensors of the model between participations."""
+        return bool(self.personal) or self.batch_norm == "local"
+
+    @property
     def fields(self) -> tuple[ExampleField, ...] | None:
         """The fields of an example; None if `batch` is a function."""
         fields = () if callable(self.batch) else tuple(self.batch)

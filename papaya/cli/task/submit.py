@@ -190,6 +190,11 @@ def _warnings(options: TaskSubmitOptions, task: SubmittedFile, *, is_signed: boo
             f"{options.file} has no `sample`: nothing was tried on an example, so a mistake shows "
             "only on devices; add sample=[...] with a few stored examples"
         )
+    if task.config.privacy is not None and task.loaded.task.keeps_tensors:
+        yield (
+            "a private task with personal tensors: devices decline it if budget.window_s of the "
+            "collection in their policy is shorter than twice its max_age_s (docs/privacy.md)"
+        )
     if not is_signed:
         yield from refusals(task.file, task.config)
         if task.config.task != task.loaded.task.name:

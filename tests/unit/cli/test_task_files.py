@@ -262,6 +262,24 @@ def test_the_loop_of_a_task_is_tried_before_it_is_submitted(
         run(server, "task", "submit", task_file)
 
 
+def test_a_private_task_with_personal_tensors_names_the_window_that_devices_need(
+    server: AdminServer, task_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private = [
+        *("privacy.clip=1", "privacy.max_participations=3", "privacy.noise_multiplier=4"),
+        *("privacy.delta=1e-6", "regime.aggregation_goal=16", "regime.max_staleness=9"),
+        *("concurrency=100", "secure_aggregation.threshold=16"),
+    ]
+    settings = [word for setting in private for word in ("--set", setting)]
+    warning = "shorter than twice its max_age_s"
+    assert run(server, "task", "submit", task_file, *settings) == 0
+    assert warning not in capsys.readouterr().err
+    personal = TASK_FILE.replace("concurrency=4", 'concurrency=4, personal=["bias"]')
+    task_file.write_text(personal)
+    assert run(server, "task", "submit", task_file, "--name", "own", *settings) == 0
+    assert warning in capsys.readouterr().err
+
+
 def test_the_rounding_error_of_masked_words_is_printed(
     server: AdminServer, task_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
