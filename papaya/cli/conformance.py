@@ -36,7 +36,6 @@ from papaya.cli.output import (
     print_json,
     writing,
 )
-from papaya.conformance import vectors
 from papaya.conformance.gateway import Gateway
 from papaya.conformance.kit import (
     ClientSetup,
@@ -48,6 +47,7 @@ from papaya.conformance.kit import (
 )
 from papaya.conformance.rules import BY_ID
 from papaya.conformance.scenarios import SCENARIOS
+from papaya.conformance.vectors.vectors import all_vectors
 from papaya.errors import OperatorError
 from papaya.messages.participation import Aborted, Completed, Leave, Refused
 
@@ -114,7 +114,7 @@ def run(options: ConformanceOptions) -> int:
 
 def _write_vectors(folder: Path) -> int:
     make_folder(folder)
-    for name, cases in vectors.all_vectors().items():
+    for name, cases in all_vectors().items():
         path = folder / f"{name}.json"
         with writing(path):
             path.write_bytes(msgspec.json.format(msgspec.json.encode(cases), indent=1) + b"\n")

@@ -18,7 +18,7 @@ from papaya.cli.conformance import _toml
 from papaya.cli.main import main
 from papaya.conformance.rules import PAGE, RULES
 from papaya.conformance.scenarios import SCENARIOS
-from papaya.conformance.vectors import all_vectors
+from papaya.conformance.vectors.vectors import all_vectors
 from papaya.device.trust import read_policy
 from papaya.verifiable_log.note import LOG_SIGNATURE, SignerKey
 from tests.unit.test_docs import ROOT, anchors_of, text_of

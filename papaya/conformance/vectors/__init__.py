@@ -1,0 +1,1 @@
+"""Test vectors of every format that a client reads or writes."""
