@@ -27,7 +27,7 @@ check: $(DEV) ## Check format, lint, types and architecture; change nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python tools/architecture.py
+	$(BIN)/python -m tools.architecture
 
 format: $(DEV) ## Format the code and apply the linter's fixes
 	$(BIN)/ruff check --fix-only --quiet .
