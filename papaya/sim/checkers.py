@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
 
 from papaya.aggregator.aggregator import Aggregator
-from papaya.aggregator.held_task import HeldTask, TaskPhase
 from papaya.aggregator.sessions import ticket_life_s
 from papaya.client.work import Finish, Seal, Sealed
 from papaya.config import SyncFL, TaskConfig
 from papaya.errors import InvariantError
 from papaya.learning import parameters
-from papaya.learning.compression import decode_update, encode_update, session_seed
 from papaya.learning.kernels import NUMPY
 from papaya.learning.parameters import Vector
 from papaya.learning.server_optimizer import server_optimizer
@@ -30,7 +27,7 @@ from papaya.learning.weighting import Contribution, WeightedSum, admit
 from papaya.machine import Reply
 from papaya.messages import wire
 from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
-from papaya.messages.control import AggregatorReport, SelectorOrders, SelectorReport
+from papaya.messages.control import AggregatorReport
 from papaya.messages.events import ServerEvent
 from papaya.messages.participation import (
     Completed,
@@ -66,10 +63,12 @@ from papaya.messages.tickets import UploadTicket, claim_of
 from papaya.sim.cluster import Cluster
 from papaya.sim.devices import SimulatedDevice
 from papaya.sim.event_checks import EventAuditor
+from papaya.sim.expected_sums import combined, counted_examples, damping, is_within_clip, uploaded
 from papaya.sim.hosts import SimulatedHost
 from papaya.sim.observer import Observer
-from papaya.sim.protocol_updates import protocol_evaluation, protocol_vector
+from papaya.sim.protocol_updates import protocol_vector
 from papaya.sim.secure_checks import SecureAuditor, demand
+from papaya.sim.slot_checks import SlotAuditor
 from papaya.sim.storage import OWNER, Writer
 
 
@@ -88,57 +87,6 @@ def _without_free_text(message: Message) -> Message:
             tasks = tuple(structs.replace(task, halted="") for task in message.tasks)
             return structs.replace(message, tasks=tasks)
     return message
-
-
-def _is_within_clip(config: TaskConfig, session: SessionId) -> bool:
-    """Is the unmasked update of the session's device within this clip?"""
-    if config.clip is None or config.evaluates is not None:
-        return True
-    return float(np.linalg.norm(_uploaded(config, session, config.model_length))) <= config.clip
-
-
-def _counted_examples(config: TaskConfig, reported: int) -> int:
-    match config.weighting.kind:
-        case "equal":
-            return 1
-        case "capped":
-            return min(reported, config.weighting.cap or 0)
-    return min(reported, config.max_examples)
-
-
-def _uploaded(terms: TaskConfig, session: SessionId, length: int) -> Vector:
-    """The numbers that the server reads of a session's upload."""
-    numbers = protocol_vector if terms.evaluates is None else protocol_evaluation
-    vector = np.array(numbers(session, length), np.float32)
-    if terms.upload_bits == 32:
-        return vector
-    encoded = encode_update(vector, terms.upload_bits, session_seed(session))
-    return decode_update([encoded], length, terms.upload_bits)
-
-
-def _damping(config: TaskConfig, staleness: int) -> float:
-    function = config.staleness
-    match function.kind:
-        case "constant":
-            return 1.0
-        case "hinge" if staleness <= function.grace:
-            return 1.0
-        case "hinge":
-            return 1.0 / (1.0 + function.slope * (staleness - function.grace))
-    return float((1.0 + staleness) ** -function.exponent)
-
-
-def _combined(config: TaskConfig, record: RecordRow, updates: list[Vector]) -> Vector:
-    """By the rule of the task, the slow way."""
-    if config.aggregation.kind == "median":
-        return np.median(updates, axis=0).astype(np.float32)
-    norms = [float(np.linalg.norm(update)) for update in updates]
-    bound = config.aggregation.factor * float(np.median(norms))
-    scales = [1.0 if norm <= bound else bound / norm for norm in norms]
-    weights = [member.examples for member in record.members]
-    factors = [n * scale / sum(weights) for n, scale in zip(weights, scales, strict=True)]
-    total = sum(factor * update for factor, update in zip(factors, updates, strict=True))
-    return np.asarray(total, np.float32)
 
 
 def _row_without_free_text(row: Row) -> Row:
@@ -178,75 +126,6 @@ class TaskBooks:
     def steps(self) -> int:
         """Versions that differ from their predecessors."""
         return self.version - self.dropped
-
-
-class _Lease(NamedTuple):
-    """`epoch`: of the leader that granted it. `seq`: of the holder it is for."""
-
-    epoch: int
-    seq: int
-    confirm_by: float
-
-
-class SlotAuditor:
-    """Active clients and clients on their way stay within C, also when the leader changes.
-
-    A client is on its way from its assignment until it joins, until its selector returns it
-    unfilled, or until it is too late by the holder's clock. Once a holder follows a new leader,
-    earlier assignments have no claim to a slot and do not count.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._leases: dict[TaskId, dict[SessionId, _Lease]] = {}
-
-    def on_sent(self, message: Message) -> None:
-        if isinstance(message, SelectorReport):
-            for session in message.unfilled:
-                for leases in self._leases.values():
-                    leases.pop(session, None)
-        elif isinstance(message, SelectorOrders):
-            for assignment in message.assignments:
-                lease = _Lease(message.epoch, assignment.seq, assignment.confirm_by)
-                leases = self._leases.setdefault(assignment.task, {})
-                leases.update(dict.fromkeys(assignment.sessions, lease))
-                self._check_holder(assignment.task)
-
-    def after_event(self, host: SimulatedHost) -> None:
-        if isinstance(host.machine, Aggregator):
-            for held in host.machine.tasks.values():
-                self._check(host, host.machine, held)
-
-    def _check_holder(self, task: TaskId) -> None:
-        fence = self._cluster.state.rows[fence_key(task)]
-        assert isinstance(fence, FenceRow)
-        host = self._cluster.hosts.get(fence.aggregator)  # none: a revision has just ended its hold
-        if host is not None and host.is_alive and isinstance(host.machine, Aggregator):
-            held = host.machine.tasks.get(task)
-            if held is not None:
-                self._check(host, host.machine, held)
-
-    def _check(self, host: SimulatedHost, aggregator: Aggregator, held: HeldTask) -> None:
-        leases = self._leases.get(held.task)
-        if not leases or held.phase is not TaskPhase.SERVING:
-            return
-        known = held.sessions
-        for session, lease in list(leases.items()):
-            is_late = lease.seq == held.fence.seq and lease.confirm_by < host.now
-            has_moved = lease.seq < held.fence.seq
-            if is_late or has_moved or session in known.active or session in known.ended:
-                del leases[session]
-        on_their_way = sum(
-            lease.seq == held.fence.seq and lease.epoch >= aggregator.epoch
-            for lease in leases.values()
-        )
-        active, limit = len(known.active), held.config.concurrency
-        # A revision may lower C below the number of active clients: then nobody may be on the way.
-        demand(
-            not on_their_way or active + on_their_way <= limit,
-            f"{held.task} at {host.node} has {active} active clients, and {on_their_way} are on "
-            f"their way, above its concurrency of {limit}",
-        )
 
 
 class Auditor(Observer):
@@ -347,7 +226,7 @@ class Auditor(Observer):
             case Completed(discarded="over_norm"):
                 ticket = claim_of(reply.to.request.ticket)
                 terms = self.books[ticket.task].terms_of(ticket.session)
-                is_due = terms.evaluates is not None or not _is_within_clip(terms, ticket.session)
+                is_due = terms.evaluates is not None or not is_within_clip(terms, ticket.session)
                 demand(is_due, f"{ticket.session} was discarded, but its manifest allows its norm")
 
     def on_blob_lost(self, blob: BlobKey) -> None:
@@ -539,13 +418,13 @@ class Auditor(Observer):
             0 <= member.staleness <= limit,
             f"{session} has staleness {member.staleness}, above {limit}",
         )
-        counted = _counted_examples(terms, books.reported[session])
+        counted = counted_examples(terms, books.reported[session])
         demand(
             member.examples == counted,
             f"{session} weighs {member.examples} examples, by its manifest {counted}",
         )
         demand(
-            terms.is_secure or _is_within_clip(terms, session),
+            terms.is_secure or is_within_clip(terms, session),
             f"{session} is counted, above the clip of its manifest",
         )
 
@@ -557,8 +436,8 @@ class Auditor(Observer):
         is_training = config.evaluates is None
         for member in row.members:
             terms = self.books[config.task].terms_of(member.session)
-            vector = _uploaded(terms, member.session, config.model_length)
-            expected += member.examples * _damping(terms, member.staleness) * vector
+            vector = uploaded(terms, member.session, config.model_length)
+            expected += member.examples * damping(terms, member.staleness) * vector
             weight += member.examples
         same = (
             np.allclose(found.vector, expected, rtol=1e-4, atol=1e-2)
@@ -581,9 +460,9 @@ class Auditor(Observer):
             demand(same, f"{what} names another update for {member.session}")
 
     def _damped(self, config: TaskConfig, member: Member) -> Vector:
-        damping = _damping(self.books[config.task].terms_of(member.session), member.staleness)
+        factor = damping(self.books[config.task].terms_of(member.session), member.staleness)
         vector = np.array(protocol_vector(member.session, config.model_length), np.float32)
-        return vector * np.float32(damping)
+        return vector * np.float32(factor)
 
     def _check_version(
         self, writer: Writer, task: TaskId, row: VersionRow, before: dict[str, Row]
@@ -650,7 +529,7 @@ class Auditor(Observer):
             mean = self._secure.expected_mean(config.task, record)
         elif not config.aggregation.is_mean:
             demand(bool(record.updates), f"version {row.version} of {config.task} had no record")
-            mean = _combined(config, record, [self._damped(config, m) for m in record.members])
+            mean = combined(config, record, [self._damped(config, m) for m in record.members])
         else:
             mean = self._sum_of(config, record).mean()
         expected, _ = optimizer.step(
@@ -673,7 +552,7 @@ class Auditor(Observer):
         total = WeightedSum.zero(length)
         for member in record.members:
             terms = books.terms_of(member.session)
-            vector = _uploaded(terms, member.session, length)
+            vector = uploaded(terms, member.session, length)
             update = admit([vector.data], length, terms.clip, terms.over_clip)
             given = Contribution(update, member.examples, member.staleness, terms.staleness)
             total.add_all([given], NUMPY)
