@@ -191,6 +191,22 @@ def test_a_backup_needs_a_data_folder_and_a_new_place(data: Data, tmp_path: Path
         back_up(data.folder, data.folder)
 
 
+def test_a_backup_never_writes_into_the_folder_of_another(data: Data, tmp_path: Path) -> None:
+    def contents() -> dict[Path, bytes]:
+        files = (path for path in (tmp_path / "backup").rglob("*") if path.is_file())
+        return {path: path.read_bytes() for path in files}
+
+    back_up(data.folder, tmp_path / "backup")
+    before = contents()
+    with pytest.raises(OperatorError, match=r"backup exists already\n"):
+        back_up(data.folder, tmp_path / "backup")
+    assert contents() == before
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OperatorError, match="exists already, and is not a complete backup"):
+        back_up(data.folder, tmp_path / "empty")
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
 def test_a_restored_cluster_keeps_its_id(data: Data, tmp_path: Path) -> None:
     """Otherwise its folder and its bucket would belong to another cluster."""
     data.state.close()
