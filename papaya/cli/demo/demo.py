@@ -20,6 +20,7 @@ Exits with 1 if the model did not learn.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
@@ -128,6 +129,13 @@ def add_to(commands: Commands) -> None:
         description="Start a server and a few dozen devices on this machine, train a next-word "
         "model on the source code of Python's standard library, and save it.",
     )
+    _add_task(parser)
+    _add_run(parser)
+    add_format(parser)
+    bind(parser, DemoOptions, run)
+
+
+def _add_task(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine",
         choices=get_args(EngineName),
@@ -160,6 +168,9 @@ def add_to(commands: Commands) -> None:
         metavar="K",
         help="client updates per version (default: 10; with --sync: concurrency ÷ 1.3)",
     )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=positive, metavar="M", help="minutes of training")
     parser.add_argument(
         "--versions",
@@ -181,8 +192,6 @@ def add_to(commands: Commands) -> None:
         help="folder for the results (default: runs/demo-async or runs/demo-sync, with "
         "-clear at the end if --clear is given)",
     )
-    add_format(parser)
-    bind(parser, DemoOptions, run)
 
 
 def run(options: DemoOptions) -> int:

@@ -60,7 +60,8 @@ def add_to(commands: Commands) -> None:
         "auditors read.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    _add_signing(actions)
+    _add_publishing(actions)
+    _add_witnessing(actions)
     show = actions.add_parser(
         "show",
         help="print the records of a log",
@@ -187,7 +188,7 @@ class LogAddCosignatureOptions(LogWriteOptions):
     line: str
 
 
-def _add_signing(actions: Commands) -> None:
+def _add_publishing(actions: Commands) -> None:
     key = _add(actions, "key", "create a key for a log or a witness")
     key.add_argument(
         "--name",
@@ -226,6 +227,8 @@ def _add_signing(actions: Commands) -> None:
     add_format(anchor)
     bind(anchor, LogAnchorOptions, run_anchor)
 
+
+def _add_witnessing(actions: Commands) -> None:
     cosign = _add(actions, "cosign", "sign the checkpoint of a log, as a witness")
     add_reading(cosign)
     cosign.add_argument(
