@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from papaya.conformance.vectors.vectors import FORMATS, REFUSALS, Case, all_vectors, check
+from papaya.conformance.vectors.cases import Case
+from papaya.conformance.vectors.vectors import FORMATS, REFUSALS, all_vectors, check
 from tests.unit.secagg import reference
 
 VECTORS = all_vectors()

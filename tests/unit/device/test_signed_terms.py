@@ -24,6 +24,7 @@ from papaya.messages.participation import SecureOffer
 from papaya.messages.selection import Accepted
 from papaya.secagg.parameters import PublicParameters
 from tests.unit.bundle.builders import a_manifest
+from tests.unit.device.bundle_server import POLICY
 from tests.unit.device.fake_selector import (
     GRANTED,
     UPDATE,
@@ -34,7 +35,6 @@ from tests.unit.device.fake_selector import (
     process,
     serving,
 )
-from tests.unit.device.test_bundles import POLICY
 
 EVALUATION = joined(evaluates=True, task="next-word-eval-7", update_length=EVALUATION_LENGTH)
 
