@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from papaya.errors import OperatorError
+from papaya.learning.executorch import shim
 from papaya.learning.executorch.shim import shim_library
 
 
@@ -37,6 +38,19 @@ def test_a_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(OperatorError, match=r"cannot compile shim\.cc"):
         shim_library()
+
+
+def test_a_compiler_that_does_not_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = tmp_path / "endless"
+    endless.write_text("#!/bin/sh\nexec sleep 600\n")
+    endless.chmod(0o755)
+    monkeypatch.setenv("CXX", str(endless))
+    monkeypatch.setattr(shim, "_COMPILE_S", 0.1)
+    with pytest.raises(OperatorError, match=r"did not end within 0\.1 s") as refused:
+        shim_library()
+    assert "--engine torch" in refused.value.hint
 
 
 def test_another_version_of_executorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
