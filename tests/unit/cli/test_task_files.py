@@ -35,6 +35,7 @@ from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.evaluation import EvaluationResult, Share
 from papaya.learning.executorch.program_file import EXECUTORCH_VERSION, read_program
+from papaya.learning.executorch.shim import cache_folder
 from papaya.learning.settings import changed
 from papaya.messages.storage import PointRow, Transaction, VersionRow, point_key, version_key
 from papaya.server.admin import bundles
@@ -69,11 +70,17 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdminSer
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where programs are cached, so that the tests of this file compile once."""
+    """Where programs are cached, so that the tests of this file compile once. The runtime that runs
+    them is the one of other tests.
+    """
+    shims = cache_folder() / "shim"
+    shims.mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield folder / "papaya" / "programs"
+        cache_folder().mkdir()
+        (cache_folder() / "shim").symlink_to(shims)
+        yield cache_folder() / "programs"
 
 
 @pytest.fixture
