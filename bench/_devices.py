@@ -62,6 +62,7 @@ class Device:
         self._direct: tuple[str, Device] | None = None
         # Seconds that the trips of this device spent in each phase, by its last request.
         self.spent_s = dict.fromkeys(("check_in", "report", "upload", "complete"), 0.0)
+        self.chunks = 0  # that were acknowledged
         plain = socket.create_connection(address, timeout=60.0)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = (
@@ -153,6 +154,7 @@ class Device:
                 self._socket.sendall(piece)
                 answer = self.answer()
                 if answer == ChunkReceived(upload, index):
+                    self.chunks += 1
                     break
                 assert isinstance(answer, Retry), answer
                 time.sleep(answer.after_s)

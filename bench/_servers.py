@@ -195,9 +195,11 @@ def cpu_s(pid: int) -> float:
 
 
 def report(
-    bench: str, case: str, value: float, target: float | None, passed: bool, **more: object
+    bench: str, case: str, value: float | None, target: float | None, passed: bool, **more: object
 ) -> None:
-    line = {"bench": bench, "case": case, "value": round(value, 4), "target": target}
+    """`value`: None if the run is invalid."""
+    shown = None if value is None else round(value, 4)
+    line = {"bench": bench, "case": case, "value": shown, "target": target}
     print(json.dumps(line | {"passed": passed} | more, ensure_ascii=False), flush=True)
 
 
