@@ -24,10 +24,10 @@ The inputs follow from these rules:
   quota while updates were counted: something else was the bottleneck then.
 
 The case `no-quota` has no target. It compares one aggregator and 24 devices with two aggregators,
-and with 48 devices: few devices wait for answers, not for a second process. Every case shows how
-long a device spent in each phase of a trip, the CPU per update by process, and how busy the disk
-was. Run as `python bench/second_server.py`, or with `aggregator`, `selector` or `no-quota`; takes
-about four minutes and prints one JSON line per case.
+and with 48 devices. Every case shows how long a device spent in each phase of a trip, the CPU per
+update of each process and of all devices, and how busy the disk was. Run as
+`python bench/second_server.py`, or with `aggregator`, `selector` or `no-quota`; takes about four
+minutes and prints one JSON line per case.
 """
 
 from __future__ import annotations
@@ -77,13 +77,14 @@ class Sample(NamedTuple):
     @classmethod
     def of(cls, servers: Servers, devices: list[Device]) -> Sample:
         chunks = sum(device.chunks for device in devices)
-        return cls(time.monotonic(), chunks, servers.cpu_s(), disk_busy_ms())
+        cpu_s = servers.cpu_s() | {"devices": time.process_time()}
+        return cls(time.monotonic(), chunks, cpu_s, disk_busy_ms())
 
 
 class Rate(NamedTuple):
-    """While updates were counted: updates per second, the cores that each server process used, and
-    the share of the time that the busiest disk was busy. Of all trips: the mean seconds of each
-    phase.
+    """While updates were counted: updates per second, the cores that each server process and all
+    devices used, and the share of the time that the busiest disk was busy. Of all trips: the mean
+    seconds of each phase.
     """
 
     per_s: float
