@@ -3,8 +3,10 @@
 The owner's `loss` is traced once with an unknown batch size: forward and backward together become
 one graph over the flat vector of parameters, without Python or autograd between its operators.
 Inductor compiles it to a shared library (`g++` or `$CXX` is needed), which is kept in the user's
-cache under a digest of the graph, the version of torch and the instruction set, so that it is
-compiled once for a model. No model is recognised: whatever can be traced is compiled.
+cache under a digest of the graph, the version of torch, the compiler, its settings and the
+instruction set, so that it is compiled once for a model. No model is recognised: whatever can be
+traced is compiled. The library is linked with a small runtime (gradient_runtime.py), or with torch
+if it calls functions that the runtime lacks.
 
     (parameters, frozen tensors …, batch …)  ->  (loss, gradient)
 

@@ -215,7 +215,11 @@ void block(int64_t depth, Matrix a, const float* b, int64_t b_stride, float* c, 
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < Vectors; ++v) sums[r][v] = Lanes{};
+    for (int v = 0; v < Vectors; ++v) {
+      sums[r][v] = Lanes{};
+      // The result is written at the end: by then its memory has come from farther caches.
+      __builtin_prefetch(c + r * c_stride + v * kLanes, 1);
+    }
   const float* from = a.data;
   for (int64_t k = 0; k < depth; ++k, from += a.right, b += b_stride) {
     Lanes columns[Vectors];

@@ -111,9 +111,10 @@ class RuntimeGradient:
         length = updates.shape[1]
         losses = np.empty(len(steps.batches), FLOAT32)
         inputs = _Inputs([torch.empty(length), *self._frozen, *columns])
-        given = {id(model): model for model in models}  # many clients start from one version
-        of_model = {name: model.ctypes.data for name, model in given.items()}
-        addresses = np.array([of_model[id(model)] for model in models], np.uintp)
+        # Many clients start from one version.
+        starts = {id(model): np.ascontiguousarray(model, FLOAT32) for model in models}
+        places = {name: start.ctypes.data for name, start in starts.items()}
+        addresses = np.array([places[id(model)] for model in models], np.uintp)
         if self._calls.papaya_train(
             *(self._run, self._container, inputs.blobs, len(inputs.tensors), len(columns), length),
             *(len(models), addresses.ctypes.data),
