@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from papaya.errors import CannotCompile, InvariantError
+from papaya.errors import CannotCompile
 from papaya.learning.parameters import FLOAT32, Vector
 
 _SOURCE: Final = Path(__file__).with_suffix(".cc")
@@ -86,6 +86,7 @@ class RuntimeGradient:
         ):
             raise CannotCompile(f"{library} cannot be loaded")
         weakref.finalize(self, code.AOTInductorModelContainerDelete, self._container)
+        self._last_error = code.AOTInductorGetLastError
         self._run = ctypes.cast(code.AOTInductorModelContainerRunSingleThreaded, c_void_p)
         self._frozen = frozen
 
@@ -97,7 +98,7 @@ class RuntimeGradient:
             *(self._run, self._container, inputs.blobs, len(inputs.tensors), len(parameters)),
             *(loss.data_ptr(), gradient.data_ptr()),
         ):
-            raise InvariantError("a compiled gradient failed")
+            raise self._failure()
         return loss, gradient
 
     def train(
@@ -121,8 +122,14 @@ class RuntimeGradient:
             *(each.ctypes.data for each in steps),
             *(updates.ctypes.data, losses.ctypes.data),
         ):
-            raise InvariantError("a compiled gradient failed")
+            raise self._failure()
         return losses
+
+    def _failure(self) -> RuntimeError:
+        """As torch raises it, for example if an index of the batch is out of bounds."""
+        message = c_char_p()
+        self._last_error(ctypes.byref(message))
+        return RuntimeError((message.value or b"the runtime failed").decode(errors="replace"))
 
 
 class _Inputs:

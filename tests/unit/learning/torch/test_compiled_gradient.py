@@ -27,6 +27,7 @@ from papaya.learning.torch import compiled_gradient
 from papaya.learning.torch.compiled_engine import CompiledEngine
 from papaya.learning.torch.compiled_gradient import (
     TOLERANCE,
+    CompiledGradient,
     Library,
     compile_gradient,
     flat_gradient,
@@ -345,6 +346,13 @@ def test_a_compiled_client_that_diverges_is_refused(small: tuple[LoadedTask, Lib
     with pytest.raises(Diverged):
         wild.train_all([Job(loaded.initial_parameters(seed=1), rows_of(1, 30), 5)])
     assert gc.isenabled()
+
+
+def test_a_failing_library_says_what_is_wrong(small: tuple[LoadedTask, Library]) -> None:
+    loaded, library = small
+    compiled = CompiledGradient(library, make_module(loaded.task))
+    with pytest.raises(RuntimeError, match="vector size to be 3, but got 2"):
+        compiled(torch.zeros(loaded.manifest.length), (torch.zeros(4, 3),))
 
 
 def test_attention_that_sees_nothing_gives_zeros() -> None:
