@@ -548,7 +548,11 @@ static Tensor* gradient_of(Run run, void* container, const Blob* inputs, int64_t
     if (given[n] == nullptr) return nullptr;
   }
   Tensor* found[2];
-  if (run(container, given.data(), count, found, 2, nullptr, nullptr)) return nullptr;
+  try {
+    if (run(container, given.data(), count, found, 2, nullptr, nullptr)) return nullptr;
+  } catch (...) {  // a wrong number of inputs; other exceptions are caught in the library
+    return nullptr;
+  }
   const bool fits = found[0]->dtype == kFloat && found[1]->dtype == kFloat &&
                     numel(found[0]) == 1 && numel(found[1]) == length;
   if (fits) std::memcpy(loss, found[0]->data, sizeof(float));

@@ -35,7 +35,7 @@ from papaya.learning.torch.compiled_gradient import (
 )
 from papaya.learning.torch.engine import TorchEngine
 from papaya.learning.torch.fast_operators import FAST_OPERATORS
-from papaya.learning.torch.module import make_module
+from papaya.learning.torch.module import make_module, read_batch
 from papaya.learning.torch.parts import parts_of
 from papaya.sim.draws import Ints
 from papaya.study.workloads.base import Clients
@@ -351,8 +351,11 @@ def test_a_compiled_client_that_diverges_is_refused(small: tuple[LoadedTask, Lib
 def test_a_failing_library_says_what_is_wrong(small: tuple[LoadedTask, Library]) -> None:
     loaded, library = small
     compiled = CompiledGradient(library, make_module(loaded.task))
-    with pytest.raises(RuntimeError, match="vector size to be 3, but got 2"):
-        compiled(torch.zeros(loaded.manifest.length), (torch.zeros(4, 3),))
+    parameters, batch = torch.zeros(loaded.manifest.length), read_batch(loaded.task, rows_of(0, 4))
+    with pytest.raises(RuntimeError, match="the runtime failed"):
+        compiled(parameters, batch[:1])
+    with pytest.raises(RuntimeError, match="mm_out"):
+        compiled(parameters.double(), batch)
 
 
 def test_attention_that_sees_nothing_gives_zeros() -> None:
