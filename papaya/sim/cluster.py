@@ -153,6 +153,12 @@ class Cluster:
         self._device_rng = self._rng("devices")
         self._sealing_rng = self._rng("seals")
         self._mean_return_s = self._paced_return_s()
+        # A trace says when there are few: then whoever comes by and is not available is no arrival.
+        is_traced = config.population.availability_trace is not None
+        self._draws = 1 if is_traced else _MAX_DRAWS
+        share = 1.0 if is_traced else config.population.availability
+        self._eligible = config.population.size * share
+        self._all_are_eligible = not is_traced and config.population.availability >= 1
         for task in config.tasks:
             self._submit(task)
         self._build_servers()
@@ -233,25 +239,19 @@ class Cluster:
         return population.size * population.availability / (self.config.supply * needed)
 
     def _schedule_arrival(self) -> None:
-        population = self.config.population
-        # A trace says when there are few: then whoever comes by and is not available is no arrival.
-        share = 1.0 if population.availability_trace is not None else population.availability
-        rate = population.size * share / self._mean_return_s
+        rate = self._eligible / self._mean_return_s
         self.engine.after(-log(1.0 - self._fleet_rng.random()) / rate, self._arrive)
 
     def _arrive(self) -> None:
         """One eligible device, uniformly among those that are not here."""
         self._schedule_arrival()
-        draws = 1 if self.config.population.availability_trace is not None else _MAX_DRAWS
-        for visit in islice(self._arrivals, draws):
-            if visit.device not in self.devices and self._is_eligible(visit.device):
+        for visit in islice(self._arrivals, self._draws):
+            device = visit.device
+            if device not in self.devices and (
+                self._all_are_eligible or self.population.is_available(device, self.engine.now)
+            ):
                 self.admit(visit)
                 return
-
-    def _is_eligible(self, device: int) -> bool:
-        population = self.config.population
-        always = population.availability >= 1 and population.availability_trace is None
-        return always or self.population.is_available(device, self.engine.now)
 
     def admit(self, visit: Visit) -> None:
         bundles = SimulatedBundles()

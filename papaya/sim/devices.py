@@ -51,7 +51,7 @@ class Path:
     `device` is None for forged requests: no device waits for the answer.
     """
 
-    __slots__ = ("_attempt", "_boot", "_device", "_server", "request")
+    __slots__ = ("_attempt", "_boot", "_device", "_server", "device_name", "request")
 
     def __init__(
         self,
@@ -61,29 +61,25 @@ class Path:
         request: Message,
     ) -> None:
         self.request = request
+        self.device_name = NOBODY if device is None else device.name
         self._device = device
         self._attempt = attempt
         self._server = server
         self._boot = server.boots
 
     @property
-    def device_name(self) -> NodeId:
-        return NOBODY if self._device is None else self._device.name
-
-    @property
     def identity(self) -> str:
         return "" if self._device is None else self._device.identity
 
     def answer(self, host: SimulatedHost, message: Message) -> None:
-        hops = 1 if host is self._server else 2
-        host.cluster.network.carry(
-            host.node, self._server.node, hops, self._arrive, Answered(self._attempt, message)
-        )
+        server = self._server
+        hops = 1 if host is server else 2
+        host.carry(host.node, server.node, hops, self._arrive, Answered(self._attempt, message))
 
     def _arrive(self, answered: Answered) -> None:
-        is_open = self._server.is_alive and self._server.boots == self._boot
-        if is_open and self._device is not None:
-            self._device.deliver(answered)
+        server, device = self._server, self._device
+        if server.is_alive and server.boots == self._boot and device is not None:
+            device.deliver(answered)
 
 
 class SimulatedBundles(NoBundles):
@@ -111,6 +107,7 @@ class SimulatedDevice:
         "cluster",
         "is_present",
         "machine",
+        "name",
         "visit",
     )
 
@@ -120,15 +117,12 @@ class SimulatedDevice:
         self.bundles = bundles
         self.cluster = cluster
         self.visit = visit
+        self.name: NodeId = f"device-{visit.device}"
         self.machine = machine
         self.is_present = True
         self.assigned_s: float | None = None  # when it began to download
         self._engine = cluster.engine
         self._armed_for = float("inf")
-
-    @property
-    def name(self) -> NodeId:
-        return f"device-{self.visit.device}"
 
     @property
     def identity(self) -> str:
@@ -178,9 +172,9 @@ class SimulatedDevice:
         for observe in cluster.hooks.request:
             observe(self, message)
         path = Path(self, effect.attempt, server, message)
-        if isinstance(message, CheckIn) and self.identity:
+        if type(message) is CheckIn and self.identity:
             message = IdentifiedCheckIn(self.identity, message)
-        cluster.network.carry("device", effect.to, 1, server.deliver, message, path)
+        server.carry("device", effect.to, 1, server.deliver, message, path)
         if type(effect.message) is Join and effect.attempt == 2:
             self._schedule_dropout()
 

@@ -1,4 +1,4 @@
-"""Virtual time: an event heap. The same seed gives the same events in any process.
+"""Virtual time: a queue of events. The same seed gives the same events in any process.
 
 Events at the same instant run in the order in which they were scheduled. Events are never
 removed: a handler checks whether its event still matters.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from heapq import heappop, heappush
-from typing import Any
+from heapq import heapify, heappop, heappush
+from typing import Any, TypeAlias
 
 
 class TimerWheel:
@@ -40,32 +40,79 @@ class TimerWheel:
             wake(now)
 
 
+_Event: TypeAlias = tuple[float, int, Callable[..., None], tuple[Any, ...]]
+"""Time, ticket, handler, arguments. Tickets are unique, so handlers are never compared."""
+
+
 class Engine:
-    """A clock and a heap of (time, ticket, handler, arguments)."""
+    """A clock, a heap of the events of the current second, and lists of later ones by their second.
+
+    Most events are due within hundredths of a second, so the heap stays small however large the
+    fleet is.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.events = 0
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        # All events before `_heap_ends` are in the heap, all others in `_later`.
+        self._heap: list[_Event] = []
+        self._heap_ends = 0
+        self._later: dict[int, list[_Event]] = {}
+        self._later_count = 0
+        # The keys of `_later`, as a heap.
+        self._seconds: list[int] = []
         self._ticket = 0
 
+    @property
+    def events(self) -> int:
+        """How many have run, or begun to."""
+        return self._ticket - len(self._heap) - self._later_count
+
     def at(self, time: float, handler: Callable[..., None], *arguments: Any) -> None:
-        self._ticket += 1
-        heappush(self._heap, (time, self._ticket, handler, arguments))
+        self.call_at(time, handler, arguments)
 
     def after(self, delay_s: float, handler: Callable[..., None], *arguments: Any) -> None:
+        self.call_at(self.now + delay_s, handler, arguments)
+
+    def call_at(
+        self, time: float, handler: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
+        """`at` for a caller that has the arguments as a tuple."""
         self._ticket += 1
-        heappush(self._heap, (self.now + delay_s, self._ticket, handler, arguments))
+        event = (time, self._ticket, handler, arguments)
+        if time < self._heap_ends:
+            heappush(self._heap, event)
+        else:
+            self._put_off(event)
+
+    def _put_off(self, event: _Event) -> None:
+        second = int(event[0])
+        self._later_count += 1
+        found = self._later.get(second)
+        if found is None:
+            self._later[second] = [event]
+            heappush(self._seconds, second)
+        else:
+            found.append(event)
+
+    def _has_next_second(self, until: float) -> bool:
+        """Fill the empty heap with the next second that has events, if it begins by `until`."""
+        if not self._seconds or self._seconds[0] > until:
+            return False
+        second = heappop(self._seconds)
+        self._heap_ends = second + 1
+        self._heap += self._later.pop(second)
+        self._later_count -= len(self._heap)
+        heapify(self._heap)
+        return True
 
     def run(self, until: float, stop: Callable[[], bool] | None = None) -> None:
         """Run every event up to `until`; `stop` is asked before each one."""
         heap = self._heap
         with rare_garbage_collection():
-            while heap and heap[0][0] <= until:
+            while (heap or self._has_next_second(until)) and heap[0][0] <= until:
                 if stop is not None and stop():
                     return
                 self.now, _, handler, arguments = heappop(heap)
-                self.events += 1
                 handler(*arguments)
         self.now = max(self.now, until)
 

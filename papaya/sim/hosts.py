@@ -57,6 +57,8 @@ class SimulatedHost:
         self.machine: Machine
         self._make = make
         self._engine = cluster.engine
+        self.carry = cluster.network.carry
+        self._after_event = cluster.hooks.after_event
         self._armed_for = float("inf")
         self._paused: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
         self._carry_out: dict[type, Callable[[Any], None]] = {
@@ -132,7 +134,8 @@ class SimulatedHost:
             self._paused.append((self.deliver, (message, reply_to)))
             return
         try:
-            effects = self.machine.receive(self.now, message, reply_to)
+            now = self._engine.now + self.clock_ahead_s
+            effects = self.machine.receive(now, message, reply_to)
         except ProtocolError:
             return
         self.perform(effects)
@@ -141,7 +144,7 @@ class SimulatedHost:
         carry_out = self._carry_out
         for effect in effects:
             carry_out[type(effect)](effect)
-        for observe in self.cluster.hooks.after_event:
+        for observe in self._after_event:
             observe(self)
         self._arm()
 
@@ -189,25 +192,19 @@ class SimulatedHost:
     def _send(self, effect: Send) -> None:
         cluster = self.cluster
         message = cluster.wire(self.node, effect.to, effect.message)
-        cluster.network.carry(self.node, effect.to, 1, cluster.hosts[effect.to].deliver, message)
+        self.carry(self.node, effect.to, 1, cluster.hosts[effect.to].deliver, message)
 
     def _reply(self, effect: Reply) -> None:
-        if effect.to is not None:
-            for observe in self.cluster.hooks.reply:
+        if (path := effect.to) is not None:
+            cluster = self.cluster
+            for observe in cluster.hooks.reply:
                 observe(self, effect)
-            message = self.cluster.wire(self.node, effect.to.device_name, effect.message)
-            effect.to.answer(self, message)
+            path.answer(self, cluster.wire(self.node, path.device_name, effect.message))
 
     def _forward(self, effect: Forward) -> None:
-        cluster = self.cluster
-        cluster.network.carry(
-            self.node,
-            effect.to,
-            1,
-            cluster.hosts[effect.to].deliver,
-            effect.message,
-            effect.request,
-        )
+        target = effect.to
+        deliver = self.cluster.hosts[target].deliver
+        self.carry(self.node, target, 1, deliver, effect.message, effect.request)
 
     def _transact(self, effect: Transact) -> None:
         done = partial(self._transacted, self.boots, effect.token)

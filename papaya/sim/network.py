@@ -29,7 +29,6 @@ class Network:
 
     def __init__(self, engine: Engine, rng: Random, config: NetworkConfig) -> None:
         self._engine = engine
-        self._after = engine.after
         self._random = rng.random
         self.config = config
         self._cut: list[tuple[frozenset[NodeId], frozenset[NodeId]]] = []
@@ -61,13 +60,14 @@ class Network:
         handler: Callable[..., None],
         *arguments: Any,
     ) -> None:
+        engine = self._engine
         delay_s = hops * (self._least_s + self._spread_s * self._random())
         if self._is_clean and not self._cut:
-            self._after(delay_s, handler, *arguments)
+            engine.call_at(engine.now + delay_s, handler, arguments)
             return
         if not self.reaches(source, target) or self._random() < hops * self.config.loss:
             return
-        self._engine.after(delay_s, handler, *arguments)
+        engine.call_at(engine.now + delay_s, handler, arguments)
         if self._random() < self.config.duplication:
             late_s = delay_s + self._random() * 10 * self.config.delay_s
-            self._engine.after(late_s, handler, *arguments)
+            engine.call_at(engine.now + late_s, handler, arguments)

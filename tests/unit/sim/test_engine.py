@@ -20,6 +20,31 @@ def test_events_run_in_time_and_then_in_the_order_of_scheduling() -> None:
     assert (seen, engine.events) == (["first", "second", "late"], 3)
 
 
+def test_events_that_schedule_events_run_in_order_within_and_across_seconds() -> None:
+    engine, rng = Engine(), Random(2)
+    seen: list[tuple[float, int]] = []
+    scheduled = 0
+
+    def schedule() -> None:
+        nonlocal scheduled
+        scheduled += 1
+        delay_s = rng.choice([0.0, 0.01, rng.random(), 3.0, 40 * rng.random()])
+        engine.after(delay_s, handle, engine.now + delay_s, scheduled)
+
+    def handle(due: float, number: int) -> None:
+        assert engine.now == due
+        seen.append((due, number))
+        if scheduled < 2000:
+            schedule()
+            schedule()
+
+    schedule()
+    for until in range(0, 2000, 7):
+        engine.run(until)
+    assert seen == sorted(seen)
+    assert len(seen) == scheduled == engine.events > 2000
+
+
 def test_a_run_stops_when_told_and_goes_on_from_there() -> None:
     engine, seen = Engine(), list[int]()
     for number in range(5):
