@@ -141,11 +141,13 @@ class Aggregator:
         return self._finish(now, effects)
 
     def next_wake(self) -> float:
-        due = min(self._next_beat, self._report_due)
+        # Without calls of `min`: the driver asks after every event.
+        due = self._next_beat if self._next_beat < self._report_due else self._report_due
         for held in self.tasks.values():
-            due = min(due, held.next_wake())
-            if held.adopts_until > self._woken_at:
-                due = min(due, held.adopts_until)
+            if (wake := held.next_wake()) < due:
+                due = wake
+            if self._woken_at < held.adopts_until < due:
+                due = held.adopts_until
         return due
 
     def check(self) -> None:
@@ -173,8 +175,9 @@ class Aggregator:
             after_s = min(1.0, self._config.heartbeat_s / 4)  # a successor may hold it already
             reason = "this aggregator does not hold the task" if held is None else held.phase.value
             return [Reply(reply_to, Retry(reason, after_s, elsewhere=True))]
-        overdue = held.wake(now) if held.sessions.next_deadline() <= now else []
-        return overdue + held.answer(now, request, claim, reply_to)
+        if held.sessions.next_deadline() <= now:
+            return held.wake(now) + held.answer(now, request, claim, reply_to)
+        return held.answer(now, request, claim, reply_to)
 
     def _on_work(
         self,

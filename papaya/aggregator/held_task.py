@@ -415,10 +415,14 @@ class HeldTask:
     @property
     def has_all_updates(self) -> bool:
         """The last version that the owner asked for exists, or needs no further client."""
-        left = (self.config.stop.versions or _NEVER) - self.ledger.version
+        pipeline = self.pipeline
+        versions = pipeline.config.stop.versions
+        if versions is None:
+            return False
+        left = versions - pipeline.ledger.version
         if left != 1:
             return left < 1
-        last = self.pipeline.current
+        last = pipeline.current
         return last.is_full and not last.is_lost
 
     @property
@@ -491,13 +495,15 @@ class HeldTask:
     def answer(self, now: float, request: Ticketed, claim: AnyTicket, reply_to: Handle) -> Effects:
         """Answer a request. `claim` is what its ticket says, not verified yet."""
         effects = self._serve(now, request, claim, reply_to)
+        if not self._replaced:
+            return effects
         replaced, self._replaced = self._replaced, []
         return replaced + effects
 
     def _serve(self, now: float, request: Ticketed, claim: AnyTicket, reply_to: Handle) -> Effects:
         if claim.seq > self.fence.seq:
             return [Reply(reply_to, _MOVED)]
-        if self._is_revoked(claim.session):
+        if self._revoked and self._is_revoked(claim.session):
             # Its update was being folded when the device was revoked, but was not counted.
             self._replaced += self._end_revoked() + self._place_overflow()
         if self._is_draining and self._begins_something(request, claim):
@@ -978,7 +984,7 @@ class HeldTask:
         """May an update be the first in a buffer? Under an earlier manifest of a secure or private
         task, only if there are enough clients to fill the buffer.
         """
-        if not self.config.is_bound or manifest == self.pipeline.manifest:
+        if not self.pipeline.is_bound or manifest == self.pipeline.manifest:
             return True
         return len(self._in_flight(manifest)) >= self.ledger.terms[manifest].aggregation_goal
 
@@ -994,7 +1000,7 @@ class HeldTask:
         """In a secure or private task, give up the buffers of earlier manifests that can no longer
         be filled, and end the sessions of clients whose updates fit into no buffer.
         """
-        if not self.config.is_bound or (now < self.adopts_until and self._expected > 0):
+        if not self.pipeline.is_bound or (now < self.adopts_until and self._expected > 0):
             return []  # clients of the previous holder may still come
         effects: Effects = []
         for manifest, ends in list(self.revisions.served.items()):
@@ -1053,6 +1059,8 @@ class HeldTask:
 
     def _place_overflow(self) -> Effects:
         effects: Effects = []
+        if not self._overflow:
+            return effects
         waiting, self._overflow = self._overflow, deque()
         for session_id in waiting:
             session = self.sessions.active.get(session_id)
@@ -1142,10 +1150,10 @@ class HeldTask:
         """A snapshot may hold updates whose `Folded` message has not arrived here yet."""
         effects = self.pipeline.on_snapshotted(message)
         sums = () if self.pipeline.keeps_members else message.sums
+        active = self.sessions.active
         for session_id in (session for found in sums for session in found.sessions):
-            session = self.sessions.active.get(session_id)
-            if session is not None:
-                self._memory.release(session.claim)
+            if session_id in active:
+                self._memory.release(active[session_id].claim)
         if self.pipeline.current.is_full and regime.ends_round_when_full(self.config):
             effects += self._end_round()
         return effects
@@ -1212,7 +1220,7 @@ class HeldTask:
         ]
 
     def _refill_offers(self, now: float) -> Effects:
-        if self.is_over or self.offers is None:
+        if self.offers is None or self.is_over:
             return []
         return self.offers.refill(now, self.pipeline)
 
@@ -1220,8 +1228,11 @@ class HeldTask:
         if self.phase is not TaskPhase.SERVING:
             return _NEVER
         # Sweep deadlines together: most have moved or no longer matter when they are due.
-        sweep = max(self.sessions.next_deadline(), self._swept_at + self._sweep_s)
-        due = min(sweep, self.pipeline.next_wake())
+        sweep = self._swept_at + self._sweep_s
+        if (deadline := self.sessions.next_deadline()) > sweep:
+            sweep = deadline
+        commit = self.pipeline.next_wake()
+        due = commit if commit < sweep else sweep
         if self.offers is None:
             return due
         if self.revisions.served:

@@ -76,6 +76,7 @@ class Ledger:
         # The sessions in `consumed`, to look one up.
         self._counted = dict.fromkeys(m.session for r in self.consumed.values() for m in r.members)
         self.version = max(self.versions)
+        self._find_restart()
 
     @classmethod
     def read(cls, task: str, fence: FenceRow, rows: Mapping[str, Row]) -> Ledger | None:
@@ -88,11 +89,6 @@ class Ledger:
     @property
     def newest(self) -> VersionRow:
         return self.versions[self.version]
-
-    @property
-    def restarted_at(self) -> int:
-        """The version at which the owner last rolled back; updates from before it are void."""
-        return max((v for v, row in self.versions.items() if row.restarts), default=0)
 
     @property
     def void_below(self) -> int:
@@ -148,6 +144,7 @@ class Ledger:
         if (found.optimizer, found.records, found.consumed) != ours:
             return False
         self.versions = found.versions
+        self._find_restart()
         return True
 
     # -- a group commit ---------------------------------------------------------------------
@@ -233,11 +230,17 @@ class Ledger:
         self.versions = {
             v: r for v, r in self.versions.items() if version_key(self.task, v) not in deleted
         }
+        self._find_restart()
         for version in [v for v in self.consumed if v <= self.optimizer.settled]:
             for member in self.consumed.pop(version).members:
                 self._counted.pop(member.session, None)
         named = frozenset(self.blobs())
         return tuple(blob for blob in before if blob not in named)
+
+    def _find_restart(self) -> None:
+        """The version at which the owner last rolled back; updates from before it are void."""
+        restarts = (version for version, row in self.versions.items() if row.restarts)
+        self.restarted_at = max(restarts, default=0)
 
     def _fenced(self) -> tuple[str, Row]:
         return fence_key(self.task), self.fence

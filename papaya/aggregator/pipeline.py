@@ -109,8 +109,9 @@ class Buffer:
     @property
     def is_closed(self) -> bool:
         """Full and durable: ready to become a version."""
-        is_settled = not self.folding and not self.is_dirty
-        return self.durable >= self.goal or (self.is_lost and is_settled)
+        if self.durable >= self.goal:
+            return True
+        return self.is_lost and not self.folding and not self.is_dirty
 
     @property
     def is_dirty(self) -> bool:
@@ -165,6 +166,7 @@ class Pipeline:
         # Properties of the configuration that are computed; used for every request.
         self.manifest = self.config.manifest
         self.max_staleness = self.config.max_staleness
+        self.is_bound = self.config.is_bound
         self._goal = self.config.aggregation_goal
         # Does the rule of the task need single updates?
         self.keeps_members = takes_members(self.config)
@@ -245,7 +247,7 @@ class Pipeline:
         """May an update under this manifest be a member? Updates under different manifests can be
         added, except in secure and private tasks.
         """
-        return not self.config.is_bound or buffer.taken == 0 or buffer.manifest == manifest
+        return not self.is_bound or buffer.taken == 0 or buffer.manifest == manifest
 
     def place(
         self, member: Member, manifest: bytes, sealed: bytes, group: int | None, *, may_open: bool
@@ -283,7 +285,7 @@ class Pipeline:
 
     def _open(self, buffer: Buffer, manifest: bytes) -> None:
         """The first member of a secure or private buffer decides what all have agreed to."""
-        if self.config.is_bound and buffer.taken == 0:
+        if self.is_bound and buffer.taken == 0:
             buffer.manifest = manifest
             buffer.goal = self.ledger.terms[manifest].aggregation_goal
 
@@ -349,7 +351,7 @@ class Pipeline:
     def is_current_earlier(self) -> bool:
         """Does the buffer of the next version have bound members under an earlier manifest?"""
         current = self.current
-        return self.config.is_bound and current.taken > 0 and current.manifest != self.manifest
+        return self.is_bound and current.taken > 0 and current.manifest != self.manifest
 
     def holds(self, session: SessionId) -> bool:
         """Does the session have a place in a buffer, or is one kept for it?"""
@@ -380,16 +382,17 @@ class Pipeline:
                 self._schedule_commit(now, buffer)
 
     def _buffer(self, target: int) -> Buffer:
-        if target not in self._buffers:
-            self._buffers[target] = Buffer(target, self._goal, self.manifest)
-        return self._buffers[target]
+        found = self._buffers.get(target)
+        if found is None:
+            found = self._buffers[target] = Buffer(target, self._goal, self.manifest)
+        return found
 
     def _goal_of(self, record: RecordRow) -> int:
         """A secure buffer keeps the goal that its members have agreed to. Other buffers have the
         current goal, which may be below the number of members that they already have.
         """
         agreed = self.ledger.terms.get(record.manifest)
-        if self.config.is_bound and agreed is not None:
+        if self.is_bound and agreed is not None:
             return agreed.aggregation_goal
         return max(self._goal, len(record.members))
 
@@ -398,13 +401,16 @@ class Pipeline:
     def next_wake(self) -> float:
         if self._is_busy:
             return _NEVER
-        return min(self._commit_due, self._step_due) if self.current.is_closed else self._commit_due
+        current = self._buffers.get(self.ledger.version + 1)
+        is_closed = current is not None and current.is_closed
+        return min(self._commit_due, self._step_due) if is_closed else self._commit_due
 
     def pump(self, now: float) -> Effects:
         """Start the next storage operation if one is due and none is pending."""
         if self._is_busy:
             return []
-        current, record = self.current, self.ledger.records.get(self.current.target)
+        current = self.current
+        record = self.ledger.records.get(current.target)
         if record is not None and current.is_closed and now >= self._step_due:
             return [self._step_from(record)]
         if now < self._commit_due:
@@ -425,7 +431,7 @@ class Pipeline:
     def _may_step_unrecorded(self) -> bool:
         """With `durability: step` members are acknowledged already: they must be durable soon."""
         is_sum = not self.keeps_members
-        return is_sum and not self.config.is_bound and not self.acknowledges_folded
+        return is_sum and not self.is_bound and not self.acknowledges_folded
 
     def _step_from(self, record: RecordRow) -> Step:
         self._is_busy = True
@@ -436,7 +442,7 @@ class Pipeline:
             ledger.newest,
             ledger.optimizer.state,
             record,
-            ledger.terms.get(record.manifest) if self.config.is_bound else None,
+            ledger.terms.get(record.manifest) if self.is_bound else None,
             self.current.given_up,
         )
 
@@ -457,8 +463,8 @@ class Pipeline:
         records = []
         for found in message.sums:
             buffer = self._buffers[found.target]
-            members = tuple(buffer.fold(session) for session in found.sessions)
-            manifest = buffer.manifest if self.config.is_bound else b""
+            members = tuple(map(buffer.fold, found.sessions))
+            manifest = buffer.manifest if self.is_bound else b""
             updates = found.updates or UNSET
             row = RecordRow(found.target, found.blob, members, found.weight, manifest, updates)
             records.append(row)

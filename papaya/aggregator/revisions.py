@@ -32,9 +32,11 @@ class Revisions:
             for manifest, replaced in self._ledger.replaced_at.items()
             if manifest != pipeline.manifest
         }
-        # Those of them that the TSA knows.
-        self._to_forget = dict(self.served) if pipeline.config.is_bound else {}
-        for record in self._ledger.records.values() if pipeline.config.is_bound else ():
+        # What each revision allows.
+        self._max_staleness = {m: terms.max_staleness for m, terms in self._ledger.terms.items()}
+        # Earlier manifests that the TSA knows.
+        self._to_forget = dict(self.served) if pipeline.is_bound else {}
+        for record in self._ledger.records.values() if pipeline.is_bound else ():
             if record.manifest not in self._ledger.terms:  # settings no longer stored
                 pipeline.give_up(0.0, pipeline.buffers_of(record.manifest), REVISED)
 
@@ -53,7 +55,7 @@ class Revisions:
         """Why a client that still trains cannot continue; None if it can."""
         if not self.may_go_on(ticket.manifest):
             return "revised"
-        own = self._ledger.terms[ticket.manifest].max_staleness
+        own = self._max_staleness[ticket.manifest]
         # A device refuses to mask an update that is staler than it has agreed to.
         is_candidate = ticket.manifest == self._ledger.candidate
         current = own if is_candidate else self._pipeline.max_staleness

@@ -13,7 +13,7 @@ client.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 
 from papaya.aggregator.upload import Claim, Upload
 from papaya.config import ServerConfig, TaskConfig
@@ -31,6 +31,7 @@ from papaya.messages.storage import Member, TaskRow
 from papaya.messages.tickets import SessionTicket, UploadTicket
 
 _MAX_WAITING = 4
+_NEVER = float("inf")
 
 
 def session_life_s(config: TaskConfig, server: ServerConfig) -> float:
@@ -152,8 +153,11 @@ class Session:
     def deadline(self, dead_after_s: float) -> float:
         """When the session expires. A complete update does not: it only awaits its commit."""
         if self.is_complete:
-            return float("inf")
-        return min(self.seen_at + dead_after_s, max(self._ends, self.kept_until))
+            return _NEVER
+        ends, silent = self._ends, self.seen_at + dead_after_s
+        if self.kept_until > ends:
+            ends = self.kept_until
+        return silent if silent < ends else ends
 
     @property
     def _ends(self) -> float:
@@ -241,20 +245,21 @@ class Sessions:
     def expired(self, now: float) -> list[Session]:
         """Sessions whose deadline has passed. If a deadline has moved, file the new one."""
         found: dict[SessionId, Session] = {}
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, session_id = heappop(self._deadlines)
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][0] <= now:
+            session_id = deadlines[0][1]
             session = self.active.get(session_id)
-            if session is None:
+            deadline = _NEVER if session is None else session.deadline(self._dead_after_s)
+            if now < deadline < _NEVER:
+                heapreplace(deadlines, (deadline, session_id))
                 continue
-            deadline = session.deadline(self._dead_after_s)
-            if deadline <= now:
+            heappop(deadlines)
+            if session is not None and deadline <= now:
                 found[session_id] = session
-            elif deadline != float("inf"):
-                heappush(self._deadlines, (deadline, session_id))
         return list(found.values())
 
     def next_deadline(self) -> float:
-        return self._deadlines[0][0] if self._deadlines else float("inf")
+        return self._deadlines[0][0] if self._deadlines else _NEVER
 
     def forget(self, now: float) -> None:
         """Drop the answers of sessions whose tickets have all expired."""

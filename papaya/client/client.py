@@ -327,6 +327,8 @@ class Client:
         is_heartbeat = answered.attempt == self._heartbeat_attempt
         if answered.attempt != self._pending_attempt and not is_heartbeat:
             return []  # answers a request that was given up
+        if is_heartbeat and isinstance(answer, Alive):
+            return []
         progress = None if is_heartbeat else _PROGRESS.get(type(answer))
         if progress is not None and progress[0] is self.stage:
             return progress[1](self, now, answer)
@@ -351,8 +353,6 @@ class Client:
                 if is_direct and answer.elsewhere:
                     return self._leave_direct_path(now, "moved")
                 return self._ask_again(now, answer.after_s)
-            case Alive() if is_heartbeat:
-                return []
             case Rejected() if self.stage is Stage.CHECKING_IN:
                 window = (answer.retry_from_s, answer.retry_until_s)
                 detail = lacks_in_words(answer.lacks)

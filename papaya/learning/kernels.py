@@ -43,6 +43,10 @@ class Kernel(ABC):
         """Updates cut at the same places share a pass. An error leaves the total unchanged."""
         if len(updates) != len(factors):
             raise InvariantError(f"{len(factors)} factors for {len(updates)} updates")
+        if len(updates) == 1:
+            _cuts(total, updates[0])
+            self._add_alike(total, updates, factors)
+            return
         alike: dict[tuple[int, ...], tuple[list[Update], list[float]]] = {}
         for update, factor in zip(updates, factors, strict=True):
             group = alike.setdefault(_cuts(total, update), ([], []))

@@ -73,6 +73,12 @@ def _factor(staleness: int, function: Staleness) -> float:
     return extensions.damping(function, staleness) if damping is None else damping.factor(staleness)
 
 
+@lru_cache(maxsize=4096)
+def _rounded_factor(staleness: int, function: Staleness) -> float:
+    """Rounded to float32 once, so that a float64 sum of integer updates is exact, damped or not."""
+    return float(np.float32(staleness_weight(staleness, function)))
+
+
 def counted_examples(config: TaskConfig, examples: int) -> int:
     """The weight of an update before it is damped: no client outweighs `max_examples`."""
     if not examples >= 1:
@@ -195,8 +201,7 @@ class Contribution(NamedTuple):
 
     @property
     def damping(self) -> float:
-        # Rounded to float32 once, so that a float64 sum of integer updates is exact, damped or not.
-        return float(np.float32(staleness_weight(self.staleness, self.function)))
+        return _rounded_factor(self.staleness, self.function)
 
 
 class WeightedSum:

@@ -375,11 +375,13 @@ class Selector:
         return effects + self._report_if_due(now)
 
     def next_wake(self) -> float:
-        due = min(self._next_beat, self._report_due)
-        if not self._in_order:
-            return due
+        # Without calls of `min`: the driver asks after every event.
+        due = self._next_beat if self._next_beat < self._report_due else self._report_due
         sweep = self._expired_at + self._config.held_report_interval_s
-        return min(due, max(self._oldest(self._in_order).deadline, sweep))
+        if sweep >= due or not self._in_order:
+            return due
+        deadline = self._oldest(self._in_order).deadline
+        return min(due, max(deadline, sweep))
 
     @property
     def check_ins_per_s(self) -> float:
@@ -646,7 +648,9 @@ class Selector:
 
     def _report_within(self, now: float, interval_s: float) -> None:
         """Send a report at most `interval_s` after the last one, or now if that has passed."""
-        self._report_due = min(self._report_due, max(now, self._reported_at + interval_s))
+        due = max(now, self._reported_at + interval_s)
+        if due < self._report_due:
+            self._report_due = due
 
     def _report_if_due(self, now: float) -> Effects:
         if now < self._report_due:
@@ -683,7 +687,7 @@ class Selector:
             ticket = claim_of(request.ticket)
         except TicketError as error:
             return [Reply(reply_to, Refused(str(error), error.hint))]
-        if isinstance(request, Join) and ticket.session in self._open:
+        if type(request) is Join and ticket.session in self._open:
             self._end_open(request)
         if self._map.is_over(ticket.task):
             return [Reply(reply_to, Aborted("task_over"))]
