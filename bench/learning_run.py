@@ -17,6 +17,10 @@ Memory: `learn` may take as much as `record`, the library that trains (measured 
 of a process that has loaded torch and the compiled model), and 120 bytes for each update: 56 of its
 columns, twice while they grow. Each is the peak of one process.
 
+With `--before FOLDER`, the checkout of another version in that folder records the same updates,
+before and after this one does. Its trace must be the same, bit for bit. Reported are the CPU time
+of recording against that version, and the wall time of `learn` against recording alone there.
+
 Run as `python bench/learning_run.py`, which records 20,000 updates, or with `--updates`, and
 `--full` for a million; prints one JSON line per case with value, target and whether it passed. A
 wrong result exits with 1; a slow one is only reported.
@@ -26,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -54,6 +59,10 @@ POPULATION = PopulationConfig(size=10**8)
 CONCURRENCY, GOAL = 1300, 100
 DEFAULT, FULL = 20_000, 1_000_000
 TARGET = 1.2
+TARGET_BEFORE = 0.5
+CHECKOUT = Path(__file__).parent.parent.resolve()
+TRACE_COLUMNS = ("created_s", "trips", "first", "start", "staleness", "assigned_s", "execution_s")
+CLIENT_COLUMNS = ("device", "participation", "examples")
 BYTES_PER_UPDATE = 120
 JUDGES, EVALUATIONS = 50, 20
 _CLASSES, _FEATURES = 10, 64
@@ -165,17 +174,36 @@ def child(step: str, folder: Path, updates: int) -> None:
     print(json.dumps(found))
 
 
-def in_process(step: str, folder: Path, updates: int) -> dict[str, Any]:
+def in_process(step: str, folder: Path, updates: int, checkout: Path = CHECKOUT) -> dict[str, Any]:
     """Start to end, importing included."""
     start_s = time.perf_counter()
-    command = [sys.executable, __file__, "--step", step, "--folder", str(folder)]
-    command += ["--updates", str(updates)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    command = [sys.executable, str(checkout / "bench" / "learning_run.py"), "--step", step]
+    command += ["--folder", str(folder), "--updates", str(updates)]
+    env = os.environ | {"PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=env)
     require(done.returncode == 0, f"{step} ended with {done.returncode}")
     found: dict[str, Any] = json.loads(done.stdout)
     found["wall_s"] = round(time.perf_counter() - start_s, 1)
-    report(step, found["wall_s"], None, **found)
+    report(step if checkout == CHECKOUT else f"{step} before", found["wall_s"], None, **found)
     return found
+
+
+def columns(trace: Trace) -> dict[str, Any]:
+    found = {name: getattr(trace, name) for name in TRACE_COLUMNS}
+    return found | {name: getattr(trace.clients, name) for name in CLIENT_COLUMNS}
+
+
+def compare(earlier: list[dict[str, Any]], found: dict[str, dict[str, Any]], folder: Path) -> None:
+    """With the recordings of another version, which are in `folder / "before"`."""
+    ours, theirs = (columns(Trace.load(path / "trace.npz")) for path in (folder, folder / "before"))
+    for name, column in ours.items():
+        require(np.array_equal(column, theirs[name]), f"the traces differ in {name}")
+    cpu_s = sum(each["cpu_s"] for each in earlier) / len(earlier)
+    wall_s = sum(each["wall_s"] for each in earlier) / len(earlier)
+    ratio = found["record"]["cpu_s"] / cpu_s
+    report("recording ÷ recording before, CPU time", round(ratio, 2), TARGET_BEFORE)
+    ratio = found["learn"]["wall_s"] / wall_s
+    report("learning while recording ÷ recording before, wall time", round(ratio, 2), TARGET)
 
 
 def report(case: str, value: float, target: float | None, **more: Any) -> None:
@@ -189,6 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--full", action="store_true", help="a million updates")
     parser.add_argument("--updates", type=int, help="another number of updates")
+    parser.add_argument("--before", type=Path, help="the checkout of another version")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -196,9 +225,23 @@ def main() -> None:
     if asked.step is not None:
         child(asked.step, asked.folder, updates)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        workload(Path(folder))  # compiled before anything is timed
-        found = {step: in_process(step, Path(folder), updates) for step in STEPS}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        workload(folder)  # compiled before anything is timed
+        earlier: list[dict[str, Any]] = []
+
+        def record_before() -> None:
+            if asked.before is not None:
+                there = folder / "before"
+                there.mkdir(exist_ok=True)
+                earlier.append(in_process("record", there, updates, asked.before.resolve()))
+
+        record_before()
+        found = {"record": in_process("record", folder, updates)}
+        record_before()
+        found |= {step: in_process(step, folder, updates) for step in STEPS if step not in found}
+        if earlier:
+            compare(earlier, found, folder)
     require(
         found["learn"]["last_loss"] == found["after"]["last_loss"],
         "learning while recording and afterwards gave different models",

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,8 +117,17 @@ def timed(work: Callable[[list[Run]], list[float]], short: list[Run], long: list
 
 
 def copies(folder: Path, short: list[Run], long: list[Run]) -> Timed:
-    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        return timed(lambda runs: list(pool.map(partial(learnt, folder), runs)), short, long)
+    with ExitStack() as stack:
+        # One pool each, so that both have imported everything after the short runs.
+        pools = [
+            stack.enter_context(ProcessPoolExecutor(1, get_context("spawn"))) for _ in range(2)
+        ]
+
+        def learn_all(runs: list[Run]) -> list[float]:
+            futures = [p.submit(learnt, folder, run) for p, run in zip(pools, runs, strict=True)]
+            return [future.result() for future in futures]
+
+        return timed(learn_all, short, long)
 
 
 def sweep(folder: Path, short: list[Run], long: list[Run], ray: str | None) -> Timed:
