@@ -194,7 +194,9 @@ def follow(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        start_new_session=True,  # Ctrl-C is for this process, which ends the other
+        # Ctrl-C is for this process, which ends the other. Not a session of its own: the kernel
+        # would share the processor between both sessions, whatever their priority (autogroups).
+        process_group=0,
     )
     followed = FollowedTrace(plan)
     assert process.stdin is not None
