@@ -35,7 +35,7 @@ IMPATIENT = ListenerLimits(
     linger_s=0.1,
     sweep_s=0.02,
 )
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 def run(main: Coroutine[Any, Any, T], loop: str = "uvloop") -> T:
