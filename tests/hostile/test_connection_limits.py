@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -82,6 +83,12 @@ async def served(listener: Listener, **options: Any) -> Response:
     while True:
         with suppress(OSError, asyncio.IncompleteReadError):
             return await ask(listener, **options)
+
+
+def is_whole(data: bytes) -> bool:
+    head, end, body = data.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head.lower())
+    return length is not None and bool(end) and len(body) == int(length[1])
 
 
 def assert_told_to_wait(response: Response) -> None:
@@ -174,7 +181,9 @@ def test_behind_a_proxy_clients_count_by_their_own_address(
             connection = tls[1].wrap_socket(plain, server_hostname="127.0.0.1") if is_tls else plain
             connection.sendall(a_request("GET", "/who", headers=[("Connection", "close")]))
             data = b""
-            while piece := connection.recv(1 << 16):
+            while not is_whole(data):
+                piece = connection.recv(1 << 16)
+                assert piece, data
                 data += piece
             if is_tls:
                 connection.close()
@@ -182,7 +191,7 @@ def test_behind_a_proxy_clients_count_by_their_own_address(
         return response
 
     async def main() -> None:
-        limits = ListenerLimits(max_connections_per_address=1)
+        limits = ListenerLimits(max_connections_per_address=1, linger_s=60)
         context = tls if is_tls else None
         async with a_listener(limits, context, ("192.0.2.0/24", "127.0.0.1")) as listener:
             with socket.create_connection(("127.0.0.1", listener.port)) as holding:
