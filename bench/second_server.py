@@ -11,8 +11,7 @@ The inputs follow from these rules:
 - Quota: two selectors with 0.12 of a core each carry about 20 updates per second, for which all
   processes and devices together need about one of two cores. With twice the quota the machine
   would be the bottleneck.
-- Period of the quota: 100 ms, the kernel's default, which container CPU limits use. With 20 ms a
-  selector needs a quarter more CPU per update, because it reads bodies in smaller pieces.
+- Period of the quota: 100 ms, the kernel's default, which container CPU limits use.
 - Devices: a device sends its next chunk when the last one is answered, so about one per period if
   a process waits for its next share. A selector passes on about 20 chunks in its share. So 60
   places in tasks, 30 for each of two processes, keep it busy. 72 devices compete for them, so that
