@@ -19,7 +19,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from ssl import SSLContext, SSLSocket, SSLWantReadError, SSLWantWriteError
+from ssl import SSLContext, SSLEOFError, SSLSocket, SSLWantReadError, SSLWantWriteError
 from typing import Any
 
 _BYTES_PER_TURN = 1 << 20  # read from one connection before the loop serves the others
@@ -74,8 +74,8 @@ class TlsTransport(asyncio.Transport):
     def _engine(self) -> Any:
         """Reads and writes records: the object behind the socket, or the socket if there is none.
 
-        The socket's own methods only pass the call on, two frames of Python per record. A closed
-        socket has no such object, and its methods raise ValueError.
+        The socket's own methods pass the call on, with two frames of Python per record; `read` also
+        hides SSLEOFError. A closed socket has no such object, and its methods raise ValueError.
         """
         return getattr(self._tls, "_sslobj", None) or self._tls
 
@@ -151,6 +151,8 @@ class TlsTransport(asyncio.Transport):
         except SSLWantWriteError:
             is_empty = True
             self._watch_writes()
+        except SSLEOFError:
+            pass  # the peer has closed without close_notify
         except (OSError, ValueError) as problem:
             error = problem.with_traceback(None)  # its frames hold the error and the buffer
         if taken:
@@ -232,8 +234,9 @@ class TlsTransport(asyncio.Transport):
             pass
         except (OSError, ValueError) as error:
             problem = error.with_traceback(None)
-        if is_corked:
-            self._tls.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
+        finally:
+            if is_corked:
+                self._tls.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
         if problem is not None:
             self._stop_sending(problem)
         return sent

@@ -161,12 +161,30 @@ def test_no_packet_is_held_back_after_a_write(size: int, contexts: Contexts) -> 
         peer = await a_pair(contexts, recorder, tcp_pair)
         recorder.transport.write(b"a" * size)
         assert bool(recorder.transport.get_write_buffer_size()) == (size > 3 * RECORD)
-        with socket.socket(fileno=os.dup(recorder.transport._file)) as ours:
-            assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK) == 0
+        assert not _holds_packets_back(recorder.transport)
         recorder.transport.close()
         assert len(await asyncio.to_thread(_everything, peer)) == size
 
     run(main())
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CORK"), reason="only Linux joins records to packets")
+def test_no_packet_is_held_back_after_a_mistaken_write(contexts: Contexts) -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        peer = await a_pair(contexts, recorder, tcp_pair)
+        with pytest.raises(BufferError):
+            recorder.transport.write(memoryview(bytes(4 * RECORD))[::2])
+        assert not _holds_packets_back(recorder.transport)
+        recorder.transport.abort()
+        peer.close()
+
+    run(main())
+
+
+def _holds_packets_back(transport: TlsTransport) -> bool:
+    with socket.socket(fileno=os.dup(transport._file)) as ours:
+        return bool(ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK))
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -197,6 +215,8 @@ def test_the_end_is_reported_once(loop: str, how: str, contexts: Contexts) -> No
         assert recorder.transport.is_closing()
         if how == "garbage":
             assert isinstance(recorder.ends[0], OSError)
+        elif how.endswith("close_notify"):
+            assert recorder.ends == [None]
         peer.close()
 
     run(main(), loop)
