@@ -156,6 +156,11 @@ class Stalls:
         self._over.set()
         self._thread.join()
 
+    @property
+    def is_long(self) -> bool:
+        """Whether a live process may have looked dead."""
+        return self.longest_s > self._heartbeat_s / 2
+
     def _watch(self) -> None:
         waited: dict[int, float] = {}
         while not self._over.wait(self._heartbeat_s):

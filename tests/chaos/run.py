@@ -181,10 +181,10 @@ def _run(folder: Path, plan: _Plan) -> list[str]:
                 episode_s = min(ends_at - time.monotonic(), _EPISODE_S)
                 _episode(cluster, schedule, number, plan, episode_s, recoveries, problems)
         except NotRecovered as error:
-            if stalls.longest_s <= HEARTBEAT_S / 2:
-                problems.append(str(error))
-            else:
+            if stalls.is_long:
                 say(f"{error}; this is not a failure, because the run is invalid")
+            else:
+                problems.append(str(error))
         else:
             codes = cluster.stop_servers()
             problems += [f"{name} stopped with {code}" for name, code in codes.items() if code]

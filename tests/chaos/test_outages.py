@@ -50,7 +50,7 @@ def _over(folder: Path, outage: Callable[[Loopback], Fault], training_s: float =
             assert verdict.problems == []
             assert verdict.lost == 0, "a buffer was dropped"
     say(f"{recovery}, a process waited {stalls.longest_s:.2f} s for a core")
-    return 0.0 if stalls.longest_s > HEARTBEAT_S / 2 else recovery.first_s
+    return 0.0 if stalls.is_long else recovery.first_s
 
 
 def test_the_database_is_away_for_a_minute(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ SERVER: dict[str, Toml] = {
     "held_report_interval_s": 0.05,
 }
 # For tests that fail if a session ends as silent. A first task waits for one heartbeat.
-CALM: dict[str, Toml] = {"heartbeat_s": 3.0}
+CALM_HEARTBEAT_S = 3.0
+CALM: dict[str, Toml] = {"heartbeat_s": CALM_HEARTBEAT_S}
 
 
 class ServerProcess:

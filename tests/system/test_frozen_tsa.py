@@ -15,10 +15,11 @@ from pathlib import Path
 from msgspec import structs
 
 from papaya.config import TaskConfig
+from tests.chaos.faults import Stalls
 from tests.system.admin import Admin
 from tests.system.fleet import Book, briefly, fleet
 from tests.system.oracle import Books
-from tests.system.processes import CALM, Installation, ServerProcess
+from tests.system.processes import CALM, CALM_HEARTBEAT_S, Installation, ServerProcess
 from tests.system.test_secure import (
     CONFIG,
     GOAL,
@@ -44,14 +45,17 @@ def test_a_frozen_tsa_stops_only_its_own_task_and_costs_no_update(tmp_path: Path
         admin = admin_of(installation, server)
         admin.submit(CONFIG)
         admin.submit(PLAIN)
-        with ended_at_last(installation):
+        stalls = Stalls(CALM_HEARTBEAT_S, lambda: [server.process.pid])
+        with ended_at_last(installation), stalls:
             book = asyncio.run(_over_a_freeze(installation, server, admin))
             assert server.stop() == 0
         secure = SecureBooks(installation.data, CONFIG.task)
         secure.check(book.of(CONFIG.task))
         assert secure.dropped == []
         Books(installation.data, PLAIN.task).check(book.of(PLAIN.task))
-        assert _endings(book, CONFIG.task) - {"silent"} == {"counted"}  # silent: a busy machine
+        # On a busy machine a device may be silent for too long.
+        may_be_silent = {"silent"} if stalls.is_long else set()
+        assert _endings(book, CONFIG.task) - may_be_silent == {"counted"}
         # The outage is told once, although many calls failed. On a busy machine the TSA may also
         # answer late at another time.
         outages = [line for line in server.log if "tsa_unreachable" in line]

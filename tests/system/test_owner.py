@@ -14,10 +14,11 @@ from papaya.config import AsyncFL, OptimizerConfig, StopRule, TaskConfig
 from papaya.device.training import TrainingRequest
 from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId
+from tests.chaos.faults import Stalls
 from tests.system.admin import Admin
 from tests.system.fleet import Book, Fleet, Work, briefly, fleet
 from tests.system.oracle import Books
-from tests.system.processes import CALM, Installation
+from tests.system.processes import CALM, CALM_HEARTBEAT_S, Installation
 
 _STEP_S = 240.0
 _GOAL = 4
@@ -44,7 +45,9 @@ def test_pause_roll_back_and_cancel_while_clients_train(tmp_path: Path) -> None:
         server = installation.add(server=CALM).start()
         admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
         admin.submit(config("owned"))
-        book, head = asyncio.run(_change_its_course(installation, admin))
+        with Stalls(CALM_HEARTBEAT_S, lambda: [server.process.pid]) as stalls:
+            book, head = asyncio.run(_change_its_course(installation, admin))
+        assert "silent" not in book.endings() or stalls.is_long
         assert admin.task("owned")["state"] == "cancelled"
         assert server.stop() == 0
         books = Books(installation.data, "owned")
@@ -127,6 +130,7 @@ async def _cancel(admin: Admin, book: Book, gate: Gate) -> None:
     joined = len(book.joined)
     status, answer = await asyncio.to_thread(admin.ask, "POST", "/admin/tasks/owned/resume")
     assert status == 409, answer
+    await _sent_away(book)
     assert len(book.joined) == joined
 
 
@@ -135,7 +139,9 @@ def test_exactly_so_many_versions_and_an_evaluation_of_one(tmp_path: Path) -> No
         server = installation.add(server=CALM).start()
         admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
         admin.submit(config("finite", StopRule(versions=3)))
-        book = asyncio.run(_run_to_its_end(installation, admin))
+        with Stalls(CALM_HEARTBEAT_S, lambda: [server.process.pid]) as stalls:
+            book = asyncio.run(_run_to_its_end(installation, admin))
+        assert "silent" not in book.endings() or stalls.is_long
         # The result is in the history one turn of the supervisor later.
         points = admin.until("/admin/tasks/finite", _is_evaluated, _STEP_S)["points"]
         [evaluated] = [point for point in points if point["evaluated"]]

@@ -78,7 +78,7 @@ def test_the_database_is_killed_under_traffic(tmp_path: Path, kills: int) -> Non
                 _kill_again_and_again(installation, database, servers, kills)
             )
         # A server that waits for a core may look dead; otherwise no task changes hands.
-        assert not has_moved or stalls.longest_s > _HEARTBEAT_S / 2
+        assert not has_moved or stalls.is_long
         for server in reversed(servers.values()):
             assert server.stop() == 0
         if kills > 2:  # a busy machine may be slow, but not each time
