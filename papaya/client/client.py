@@ -262,8 +262,8 @@ class Client:
         return self._upload_url if is_direct else self._selectors[self._selector]
 
     def _leave_direct_path(self, now: float, reason: DirectFailure) -> Effects:
-        """Go on through selectors. Whatever the aggregator got of the request, the copy gets the
-        same answer. With jitter: if a task is halted, all its clients come at the same time.
+        """Go on through selectors. The copy of the request gets the same answer, whatever the
+        aggregator has received. With jitter: all clients of a halted task come at the same time.
         """
         failed = DirectUploadFailed(self._upload_url, reason)
         effects = self._ask_again(now, 0.0)

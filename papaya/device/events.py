@@ -78,8 +78,8 @@ class SelectorReachable(Event, frozen=True, tag="Reachable"):
 
 
 class UploadRerouted(Event, frozen=True):
-    """An upload went to an aggregator itself, which failed, or its address is not allowed. It goes
-    on through a selector.
+    """A direct upload failed, or the address of the aggregator is not allowed. The upload goes on
+    through a selector.
 
     `reason`: `not_allowed`, or that of `papaya.client.work.DirectUploadFailed`.
     """

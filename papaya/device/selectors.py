@@ -128,8 +128,8 @@ class Selectors:
         """Send a message. Returns None without a valid answer.
 
         A long body has `timeout_s` for each piece, and `moving` is called a few times in that time.
-        `failed`: `selector` is the `upload_url` of an aggregator. This gets the problem and a hint,
-        and nothing is told about reachability: the selectors are asked instead.
+        `failed`: given if `selector` is the `upload_url` of an aggregator. It gets the problem and
+        a hint, and reachability is not reported, because the selectors are asked instead.
         """
         mark = partial(self._mark, selector) if failed is None else partial(_tell, failed)
         method, path, headers, body = _http(message)

@@ -63,7 +63,7 @@ _SENDING = (Stage.UPLOADING, Stage.COMPLETING)
 _LONGEST_WAIT_S = 3600.0
 _NO_TRUST = "this device has no trust policy for secure aggregation"
 _TRUST_HINT = "papaya client --trust FILE"
-_UPLOAD_HOST_HINT = "if it should: --upload-host HOST:PORT; it is https if the selector is"
+_UPLOAD_HOST_HINT = "to allow it: --upload-host HOST:PORT; the scheme is https if the selector's is"
 _REROUTED = {
     "moved": ("it does not serve the task now", ""),
     "refused": ("it refused the request", "an upload_url must lead to one aggregator only"),

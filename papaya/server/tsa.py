@@ -54,7 +54,7 @@ logger = logging.getLogger("papaya.server")
 
 _COLLATERAL_LIFE_S = 3600.0
 _PID_FILE = "tsa-child.pid"
-# An aggregator of 0.4.0 that stops ends the process that is named here, whoever uses it.
+# An aggregator of 0.4.0 that stops ends the process with this id, even if others use it.
 _PID_FILE_OF_0_4 = "tsa.pid"
 _USERS_LOCK = "tsa.lock"  # shared: held while a server uses the child
 _START_LOCK = "tsa-start.lock"  # held while a server starts the child or ends it
@@ -316,7 +316,7 @@ class TsaConnection:
         (self._data / _PID_FILE).write_text(f"{child.pid}\n")
 
     def _keep_from_0_4(self) -> None:
-        """The child of an aggregator of 0.4.0 that is used here must not end with that one."""
+        """Keep an aggregator of 0.4.0 that stops from ending its child, which this server uses."""
         with suppress(FileNotFoundError):
             (self._data / _PID_FILE_OF_0_4).replace(self._data / _PID_FILE)
 

@@ -225,7 +225,7 @@ class SimulatedDevice:
         self.cluster.keep_history(self.visit.device, self.machine.history)
 
     def _direct_upload_failed(self, effect: DirectUploadFailed) -> None:
-        """Nobody is told."""
+        """No-op: the simulator has no owner to tell."""
 
     def _finish(self, effect: Finish) -> None:
         self.is_present = False

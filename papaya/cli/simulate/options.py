@@ -177,8 +177,7 @@ def add_set(group: argparse._ArgumentGroup) -> None:
         action="append",
         metavar="FIELD=VALUE",
         help="change one setting of the task file, such as optimizer.kind=fedadam, clip=2 or "
-        "client.batch_size=16; may be repeated. Options of their own, like --concurrency, come "
-        "after it",
+        "client.batch_size=16; may be repeated. Other options, such as --concurrency, override it",
     )
 
 

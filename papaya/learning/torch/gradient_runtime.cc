@@ -4,7 +4,7 @@
 // functions of that interface which take tensors are defined here, on small structs and memory that
 // is used again. For a model of a few thousand parameters, torch's own functions take longer than
 // the arithmetic. Code that needs any other function of torch is linked with torch instead
-// (gradient_library.py).
+// (compiled_gradient.py).
 //
 // Products of float32 matrices are computed in blocks of registers. The order of additions depends
 // on the sizes of the matrices only, never on addresses, so results have the same bits wherever a
