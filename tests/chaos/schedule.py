@@ -34,7 +34,7 @@ _WEIGHTS = {
     "gate": 1,
 }
 _LONG_WEIGHTS = {"tsa": 1, "database-host": 1, "split": 1, "unreplicated": 1}
-# Those that are never drawn unless they are asked for are part of another kind.
+# The last two are drawn only with --fault: `power` and `failover` include them.
 KINDS = (*_WEIGHTS, *_LONG_WEIGHTS, "holder", "kill-database")
 _VISIBLE_S = 0.7  # for the processes to read what is not replicated, and to tell devices
 _SPLIT_S = 7 * HEARTBEAT_S  # longer than it takes to move a task

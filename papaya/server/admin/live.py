@@ -22,7 +22,7 @@ from papaya.server.admin.views import AggregatorStatus, ClockStatus, SelectorSta
 
 # From this share of the refused difference on, a clock is reported: one heartbeat.
 _REPORTED_SHARE = 1 / 3
-# From this share of the time after which a server counts as dead, a report is missing.
+# A report is missing after this share of the time until a server counts as dead.
 _MISSING_SHARE = 1 / 2
 
 

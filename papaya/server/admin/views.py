@@ -307,8 +307,8 @@ class TaskView(Struct, frozen=True, kw_only=True):
     held: int | None = None
     """Held check-ins of eligible devices."""
     silent_s: float = 0.0
-    """Seconds since the last report of the holder, from which `active`, `demand` and `utilization`
-    are, if the next one is missing; else 0."""
+    """Seconds since the last report of the holder if the next one is missing, else 0. `active`,
+    `demand` and `utilization` are from that report."""
     evaluated: int | None = None
     """The newest evaluated version, to which `loss`, `perplexity` and `metrics` belong."""
     loss: float | None = None
