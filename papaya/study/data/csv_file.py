@@ -9,7 +9,7 @@ The first line names the columns. A column has the first of these types that fit
 
 An empty value and the words in `MISSING` are None. The file is UTF-8 text with commas, or such a
 file compressed with gzip (`.gz`). Refused (ValueError): lines with more or fewer values than there
-are columns, two columns with one name.
+are columns, two columns with one name, damaged compression.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import csv
 import gzip
 import re
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ _BOOLEANS: Final = {
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
 _BITS: Final = 64
+_LONGEST_WHOLE: Final = 20  # characters; Python refuses to read thousands of digits
 _LONGEST_VALUE: Final = 1 << 28
 
 
@@ -43,6 +45,8 @@ def csv_columns(path: Path) -> dict[str, list[Any]]:
             rows = [_checked(row, names, lines.line_num) for row in lines if row]
         except csv.Error as error:
             raise ValueError(f"line {lines.line_num}: {error}") from error
+        except (EOFError, zlib.error) as error:
+            raise ValueError(f"the compressed file is damaged: {error}") from error
     for name, count in Counter(names).items():
         if count > 1:
             raise ValueError(f"{count} columns have the name {name!r}")
@@ -66,7 +70,7 @@ def _typed(texts: Sequence[str]) -> list[Any]:
     given = [text for text in texts if text not in MISSING]
     if all(map(_WHOLE.fullmatch, given)):
         # Longer ones are identifiers, not quantities: a float would change them.
-        if all(int(text).bit_length() < _BITS for text in given):
+        if all(len(t.strip()) <= _LONGEST_WHOLE and int(t).bit_length() < _BITS for t in given):
             return [None if text in MISSING else int(text) for text in texts]
     elif all(map(_NUMBER.fullmatch, given)):
         return [None if text in MISSING else float(text) for text in texts]

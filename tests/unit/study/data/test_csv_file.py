@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def columns_of(folder: Path, text: str) -> dict[str, list[Any]]:
         (["12", "two"], ["12", "two"]),
         (["9223372036854775807"], [2**63 - 1]),
         (["9223372036854775808", "1"], ["9223372036854775808", "1"]),
+        (["9" * 5000, "1"], ["9" * 5000, "1"]),
         (["", ""], [None, None]),
     ],
 )
@@ -49,6 +51,15 @@ def test_quotes_line_breaks_and_blank_lines(tmp_path: Path) -> None:
 def test_a_compressed_file(tmp_path: Path) -> None:
     (tmp_path / "table.csv.gz").write_bytes(gzip.compress(b"x\n1\n2\n"))
     assert csv_columns(tmp_path / "table.csv.gz") == {"x": [1, 2]}
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-12], lambda whole: whole[:10] + b"~~~~"])
+def test_a_damaged_compressed_file_is_refused(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    (tmp_path / "table.csv.gz").write_bytes(damage(gzip.compress(b"x\n1\n2\n")))
+    with pytest.raises(ValueError, match="the compressed file is damaged"):
+        csv_columns(tmp_path / "table.csv.gz")
 
 
 @pytest.mark.parametrize(
