@@ -22,7 +22,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
@@ -317,8 +316,9 @@ class TsaConnection:
 
     def _keep_from_0_4(self) -> None:
         """Keep an aggregator of 0.4.0 that stops from ending its child, which this server uses."""
-        with suppress(FileNotFoundError):
-            (self._data / _PID_FILE_OF_0_4).replace(self._data / _PID_FILE)
+        earlier = self._data / _PID_FILE_OF_0_4
+        if self._child_in(earlier) is not None:
+            earlier.replace(self._data / _PID_FILE)
 
     def _release_child(self) -> None:
         """End the child, unless another aggregator on the same folder uses it."""
@@ -337,12 +337,7 @@ class TsaConnection:
 
     def _end_child(self) -> None:
         """End our child, or the one that another server left on the same folder."""
-        try:
-            pid = int((self._data / _PID_FILE).read_text())
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except (OSError, ValueError):
-            return
-        if self._own_address.encode() in command.split(b"\0"):
+        if (pid := self._child_in(self._data / _PID_FILE)) is not None:
             os.kill(pid, signal.SIGTERM)
         if self._child is not None:
             try:
@@ -351,6 +346,17 @@ class TsaConnection:
                 self._child.kill()
                 self._child.wait()
         (self._data / _PID_FILE).unlink(missing_ok=True)
+
+    def _child_in(self, file: Path) -> int | None:
+        """The process that `file` names, if it is the TSA of this folder: another one may have got
+        its number.
+        """
+        try:
+            pid = int(file.read_text())
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (OSError, ValueError):
+            return None
+        return pid if self._own_address.encode() in command.split(b"\0") else None
 
     # -- evidence ---------------------------------------------------------------------------
 

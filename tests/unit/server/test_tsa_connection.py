@@ -205,11 +205,25 @@ def test_aggregators_with_one_folder_share_a_child_and_the_last_one_ends_it(
 
 def test_an_aggregator_of_0_4_does_not_end_the_child_that_a_newer_one_uses(tmp_path: Path) -> None:
     """0.4.0 ends the process in `tsa.pid` when it stops, and has written its own child there."""
-    with running(f"unix:{tmp_path / 'tsa.sock'}"):
-        (tmp_path / "tsa.pid").write_text("1234567890\n")
+    where, pipe = f"unix:{tmp_path / 'tsa.sock'}", subprocess.PIPE
+    command = [sys.executable, "-c", "input()", where]
+    with running(where), subprocess.Popen(command, stdin=pipe) as child:
+        (tmp_path / "tsa.pid").write_text(f"{child.pid}\n")
         connection = a_connection(Clock(), tmp_path)
         connection.register(PARAMETERS)
         assert not (tmp_path / "tsa.pid").exists()
+        assert (tmp_path / "tsa-child.pid").read_text() == f"{child.pid}\n"
+        connection.close()
+        assert child.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+def test_what_0_4_has_left_does_not_hide_the_child(tmp_path: Path) -> None:
+    """Its `tsa.pid` may name a process of before the last restart of the machine."""
+    with running(f"unix:{tmp_path / 'tsa.sock'}"):
+        (tmp_path / "tsa.pid").write_text(f"{os.getpid()}\n")
+        (tmp_path / "tsa-child.pid").write_text("1234567890\n")
+        connection = a_connection(Clock(), tmp_path)
+        connection.register(PARAMETERS)
         assert (tmp_path / "tsa-child.pid").read_text() == "1234567890\n"
         connection.close()
 
