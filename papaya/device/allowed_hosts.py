@@ -23,6 +23,8 @@ _WITH_PORT = re.compile(
 _URL = re.compile(r"[!-~]+", re.ASCII)
 # Without `:` and `%`: an address with a zone, such as fe80::1%25x.example.org, has no ending.
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.ASCII)
+# The last part of an IPv4 address, also in hexadecimal. No name of a host ends like this.
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.ASCII)
 
 
 class AllowedHosts:
@@ -100,6 +102,8 @@ def _parsed(name: str, otherwise: int) -> _Allowed:
     try:
         if _NAME.fullmatch(host.removeprefix(_ANY)) is None:
             ip_address(host)
+        if host.startswith(_ANY) and _NUMBER.fullmatch(host.rpartition(".")[2]):
+            raise ValueError  # it would allow addresses
         if port > _MAX_PORT or (found is not None and port == 0):
             raise ValueError
     except ValueError:

@@ -115,6 +115,9 @@ def test_a_name_without_a_port_may_stand_for_all_of_them() -> None:
         "*.*.example",
         "a.*.example",
         "*.::1",
+        "*.0.0.1",
+        "*.0.0.1:8750",
+        "*.0.0.0x1",
         "[::1]",
         "example.",
         "uploads.example:",
@@ -132,7 +135,7 @@ def test_a_name_without_a_port_may_stand_for_all_of_them() -> None:
         "a b",
     ],
 )
-def test_a_name_that_no_url_can_match_is_refused(name: str) -> None:
+def test_what_is_not_the_name_of_a_host_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="is not the name of a host"):
         AllowedHosts(["uploads.example", name])
 
