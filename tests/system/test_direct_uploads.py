@@ -114,12 +114,12 @@ class HalfWay(Book):
         self.early: set[SessionId] = set()
         self.late: set[SessionId] = set()
         self._stopping, self._ended = asyncio.Event(), asyncio.Event()
-        self.holders: set[str] = set()
+        self.direct: list[str] = []  # aggregators, as they were asked
 
     async def exchange(self, selector: str, message: Message, ask: Ask) -> Message | None:
         if selector != self._selector:
             assert isinstance(message, Chunk | Complete)
-            self.holders.add(selector)
+            self.direct.append(selector)
             if isinstance(message, Chunk) and message.index == 1:
                 await self._wait(claim_of(message.ticket).session)
         return await super().exchange(selector, message, ask)
@@ -161,14 +161,16 @@ async def _stop_half_way(apart: Apart) -> HalfWay:
         folder, [selector], token, 8, briefly, upload_hosts=["127.0.0.1:*"], book=book
     ) as flying:
         await book.until(lambda: len(book.late) >= 3, _STEP_S, "six uploads are half-way")
-        [before] = book.holders
+        before, asked = book.direct[-1], len(book.direct)
         holder = apart.aggregators[apart.upload_urls.index(before)]
         holder.send(signal.SIGTERM)
         book.on_stopping()
         assert await asyncio.to_thread(holder.process.wait, _STEP_S) == 0
         book.on_ended()
         await book.until(
-            lambda: book.holders != {before}, _STEP_S, "direct uploads to the successor"
+            lambda: any(url != before for url in book.direct[asked:]),
+            _STEP_S,
+            "direct uploads to the successor",
         )
         await book.more(2 * _GOAL, _STEP_S)
         await flying.go_home(_STEP_S)
