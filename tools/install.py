@@ -82,7 +82,11 @@ def install(arguments: list[str], stream: IO[str], command: tuple[str, ...] = _P
     """Run pip with these arguments. Returns its exit code."""
     status, last = Status(stream), deque[str](maxlen=_KEPT_LINES)
     with subprocess.Popen(
-        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",  # the compiler of a package may print anything
     ) as process:
         _follow(process, status, last)
     status.clear()
@@ -123,4 +127,7 @@ def _read(
 
 
 if __name__ == "__main__":
-    sys.exit(install(sys.argv[1:], sys.stderr))
+    try:
+        sys.exit(install(sys.argv[1:], sys.stderr))
+    except KeyboardInterrupt:  # pip got it too, and has ended
+        sys.exit(130)

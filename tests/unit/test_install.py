@@ -79,6 +79,13 @@ def test_a_terminal_shows_every_step_and_ends_with_an_empty_line() -> None:
     assert "\n" not in shown
 
 
+def test_output_that_is_not_text_is_shown_as_far_as_it_is() -> None:
+    log = io.StringIO()
+    garbled = pip(r"import sys; sys.stdout.buffer.write(b'a \xff b\n'); sys.exit(3)")
+    assert install(["torch"], log, garbled) == 3
+    assert log.getvalue() == "the last lines of pip's output:\na \ufffd b\n"
+
+
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
 def test_errors_of_pip_are_shown_with_its_last_lines(stream: type[io.StringIO]) -> None:
     shown = stream()
