@@ -47,6 +47,7 @@ from papaya.learning.torch.gradient_runtime import (
     is_enough,
     linked_with,
     machine_digest,
+    make_private,
 )
 from papaya.learning.torch.module import Batch, batch_loss, make_module, no_files_left, read_batch
 from papaya.learning.torch.parts import parts_of
@@ -138,8 +139,9 @@ def compile_gradient(task: Task, examples: Sequence[bytes], folder: Path) -> Lib
     for size in (len(examples), _LEAST_EXAMPLES):
         if not (error := _error(compiled, task, module, batch, size)) <= TOLERANCE:
             raise CannotCompile(f"a gradient of {size} examples is off by {error:.1e} of its norm")
-    if _error(compiled, task, module, batch, 1) <= TOLERANCE:
-        return library._replace(least_examples=1)
+    with suppress(CannotCompile):
+        if _error(compiled, task, module, batch, 1) <= TOLERANCE:
+            return library._replace(least_examples=1)
     return library
 
 
@@ -316,6 +318,7 @@ def _constants(graph: torch.fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
 
 def _library(traced: TracedGradient, folder: Path, form: Form) -> Library:
     """Linked with the runtime, or with torch if that is not enough."""
+    make_private(folder)
     plain, torchs = folder / f"{traced.digest}.so", folder / f"{traced.digest}.pt2"
     if not torchs.exists() and _suits_runtime(traced):
         with suppress(CannotCompile):
@@ -386,7 +389,6 @@ def _compiled(traced: TracedGradient, folder: Path, settings: dict[str, Any]) ->
     rows = torch.export.Dim("rows", min=_LEAST_EXAMPLES)
     first = len(traced.inputs) - traced.batched
     shapes = tuple({0: rows} if n >= first else None for n in range(len(traced.inputs)))
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         with (
             _quiet(),
@@ -415,7 +417,10 @@ def _error(
         loss = batch_loss(task, module, rows, size)
         gradients = torch.autograd.grad(loss, values, allow_unused=True)
     expected = flat_gradient(values, gradients)
-    _, found = compiled(_flat(values), rows)
+    try:
+        _, found = compiled(_flat(values), rows)
+    except RuntimeError as problem:
+        raise CannotCompile(f"a gradient of {size} examples: {_first_line(problem)}") from problem
     return float((found - expected).norm() / (expected.norm() + _SMALL))
 
 

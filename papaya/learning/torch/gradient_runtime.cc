@@ -10,11 +10,14 @@
 // on the sizes of the matrices only, never on addresses, so results have the same bits wherever a
 // tensor lies.
 //
-// Not thread-safe for one container; memory belongs to a thread.
+// Not thread-safe for one container; memory belongs to a thread. If there is no memory left, the
+// functions that compiled code calls throw an exception, which that code catches. No exception
+// leaves papaya_gradient and papaya_train.
 
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <vector>
 
 #if defined(__AVX512F__)
@@ -39,6 +42,12 @@ int64_t item_bytes(int32_t dtype) {
   }
 }
 
+void* aligned(int64_t bytes) {
+  void* block = std::aligned_alloc(kLine, bytes);
+  if (block == nullptr) throw std::bad_alloc();
+  return block;
+}
+
 // Memory in classes of sizes, four for each power of two. What is freed is used again.
 struct Memory {
   static constexpr int kClasses = 256;
@@ -60,7 +69,7 @@ struct Memory {
   void* take(int64_t bytes, int* its_class) {
     int64_t rounded;
     auto& blocks = free_blocks[*its_class = class_of(bytes, &rounded)];
-    if (blocks.empty()) return std::aligned_alloc(kLine, rounded);
+    if (blocks.empty()) return aligned(rounded);
     void* block = blocks.back();
     blocks.pop_back();
     return block;
@@ -77,7 +86,7 @@ struct Memory {
 thread_local Memory memory;
 
 struct Storage {
-  void* block;  // null if the memory belongs to someone else
+  void* block;
   int its_class;
   int64_t users;
 };
@@ -313,8 +322,11 @@ struct Scratch {
   float* of(int64_t wanted) {
     if (wanted > floats) {
       std::free(data);
-      floats = (wanted + 1023) / 1024 * 1024;
-      data = static_cast<float*>(std::aligned_alloc(kLine, 4 * floats));
+      data = nullptr;
+      floats = 0;
+      const int64_t rounded = (wanted + 1023) / 1024 * 1024;
+      data = static_cast<float*>(aligned(4 * rounded));
+      floats = rounded;
     }
     return data;
   }
@@ -480,15 +492,16 @@ int32_t aoti_torch__reinterpret_tensor(Tensor* tensor, int64_t dimensions, const
 
 int32_t aoti_torch_empty_strided(int64_t dimensions, const int64_t* sizes, const int64_t* strides,
                                  int32_t dtype, int32_t, int32_t, Tensor** made) {
-  *made = view(nullptr, nullptr, dtype, dimensions, sizes, strides);
-  if (*made == nullptr) return 1;
+  int its_class;
+  void* block = memory.take(span(dimensions, sizes, strides) * item_bytes(dtype), &its_class);
+  *made = view(static_cast<char*>(block), nullptr, dtype, dimensions, sizes, strides);
+  if (*made == nullptr) {
+    memory.give_back(block, its_class);
+    return 1;
+  }
   Storage* storage = spare_storages.take();
-  storage->users = 1;
-  storage->block =
-      memory.take(span(dimensions, sizes, strides) * item_bytes(dtype), &storage->its_class);
-  if (storage->block == nullptr) return 1;
+  *storage = {block, its_class, 1};
   (*made)->storage = storage;
-  (*made)->data = static_cast<char*>(storage->block);
   return 0;
 }
 
@@ -537,6 +550,16 @@ struct Blob {
   int64_t dtype;
 };
 
+// Whether a result has this many floats, one after the other.
+static bool is_vector(const Tensor* found, int64_t length) {
+  int64_t next = 1;
+  for (int d = found->dimensions - 1; d >= 0; --d) {
+    if (found->sizes[d] != 1 && found->strides[d] != next) return false;
+    next *= found->sizes[d];
+  }
+  return found->dtype == kFloat && next == length;
+}
+
 // The loss, and its gradient as a tensor that the caller drops. Null on failure.
 static Tensor* gradient_of(Run run, void* container, const Blob* inputs, int64_t count,
                            int64_t length, float* loss) {
@@ -553,8 +576,7 @@ static Tensor* gradient_of(Run run, void* container, const Blob* inputs, int64_t
   } catch (...) {  // a wrong number of inputs; other exceptions are caught in the library
     return nullptr;
   }
-  const bool fits = found[0]->dtype == kFloat && found[1]->dtype == kFloat &&
-                    numel(found[0]) == 1 && numel(found[1]) == length;
+  const bool fits = is_vector(found[0], 1) && is_vector(found[1], length);
   if (fits) std::memcpy(loss, found[0]->data, sizeof(float));
   drop(found[0]);
   if (fits) return found[1];
@@ -563,12 +585,14 @@ static Tensor* gradient_of(Run run, void* container, const Blob* inputs, int64_t
 }
 
 int32_t papaya_gradient(Run run, void* container, const Blob* inputs, int64_t count, int64_t length,
-                        float* loss, float* gradient) {
+                        float* loss, float* gradient) try {
   Tensor* found = gradient_of(run, container, inputs, count, length, loss);
   if (found == nullptr) return 1;
   std::memcpy(gradient, found->data, 4 * length);
   drop(found);
   return 0;
+} catch (...) {  // no memory
+  return 1;
 }
 
 // Plain SGD of many clients. `inputs` are the parameters, which are set here, frozen tensors, and
@@ -576,7 +600,7 @@ int32_t papaya_gradient(Run run, void* container, const Blob* inputs, int64_t co
 int32_t papaya_train(Run run, void* container, const Blob* inputs, int64_t count, int64_t columns,
                      int64_t length, int64_t clients, const float* const* models,
                      const int64_t* steps, const int64_t* batches, const int64_t* order,
-                     const float* rates, float* updates, float* losses) {
+                     const float* rates, float* updates, float* losses) try {
   std::vector<Blob> given(inputs, inputs + count);
   std::vector<std::vector<int64_t>> sizes(columns);
   std::vector<std::vector<char>> rows(columns);
@@ -614,6 +638,8 @@ int32_t papaya_train(Run run, void* container, const Blob* inputs, int64_t count
     for (int64_t n = 0; n < length; ++n) update[n] = values[n] - model[n];
   }
   return 0;
+} catch (...) {  // no memory
+  return 1;
 }
 
 }  // extern "C"

@@ -12,13 +12,14 @@ import ctypes
 import hashlib
 import os
 import re
+import stat
 import subprocess
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import POINTER, c_char_p, c_int64, c_size_t, c_void_p
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -79,7 +80,7 @@ class RuntimeGradient:
         self._calls = _runtime(runtime)
         if hasattr(ctypes.CDLL(None), "aoti_torch_empty_strided"):
             raise CannotCompile("torch was loaded with RTLD_GLOBAL, which hides the runtime")
-        code = ctypes.CDLL(str(library), mode=os.RTLD_NOW)
+        code = _loaded(library)
         self._container = c_void_p()
         if code.AOTInductorModelContainerCreateWithDevice(
             ctypes.byref(self._container), c_size_t(1), c_char_p(b"cpu"), None
@@ -137,16 +138,17 @@ class _Inputs:
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         self.tensors = [value.contiguous() for value in given]
-        self.blobs = (_Blob * len(given))(*map(_blob, self.tensors))
+        self._shapes = [_sizes_and_strides(value.shape) for value in self.tensors]
+        blobs = map(_blob, self.tensors, self._shapes)
+        self.blobs = (_Blob * len(given))(*blobs)
 
 
-def _blob(value: Tensor) -> _Blob:
-    numbers = _sizes_and_strides(value.shape)
-    sizes, dimensions = ctypes.addressof(numbers), value.dim()
+def _blob(value: Tensor, shape: ctypes.Array[c_int64]) -> _Blob:
+    sizes, dimensions = ctypes.addressof(shape), value.dim()
     return _Blob(value.data_ptr(), sizes, sizes + 8 * dimensions, dimensions, DTYPES[value.dtype])
 
 
-@cache
+@lru_cache(maxsize=256)
 def _sizes_and_strides(shape: tuple[int, ...]) -> ctypes.Array[c_int64]:
     """Of a contiguous tensor."""
     strides = [prod(shape[place + 1 :]) for place in range(len(shape))]
@@ -156,18 +158,29 @@ def _sizes_and_strides(shape: tuple[int, ...]) -> ctypes.Array[c_int64]:
 def machine_digest() -> str:
     """What compiled code depends on beside its source."""
     machine = torch.backends.cpu.get_cpu_capability()
-    return hashlib.sha256(repr((torch.__version__, machine, _compiler())).encode()).hexdigest()
+    about = (torch.__version__, machine, _compiler(), _macros(_compiler()))
+    return hashlib.sha256(repr(about).encode()).hexdigest()
+
+
+def make_private(folder: Path) -> None:
+    """A folder for libraries that this process loads. Raises CannotCompile if all users can write
+    to it, because then they could run their code here.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_mode & stat.S_IWOTH:
+        raise CannotCompile(f"all users can write to {folder}", hint=f"chmod o-w {folder}")
 
 
 def built_runtime(folder: Path) -> Path:
     """The runtime in this folder, compiled if it is not there. Raises CannotCompile."""
+    make_private(folder)
     about = (machine_digest(), _OPTIONS, _SOURCE.read_text())
     digest = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
     # Libraries of models name the file without its folder, so they can be used with any version.
     target = folder / f"runtime-{digest}" / "libpapaya_gradient.so"
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    target.parent.mkdir(exist_ok=True, mode=0o700)
     torch_libraries = Path(torch.__file__).parent / "lib"
     with tempfile.TemporaryDirectory(dir=target.parent) as place:
         made = Path(place) / target.name
@@ -215,8 +228,30 @@ def _compiler() -> str:
 
 
 @cache
+def _macros(compiler: str) -> str:
+    """What the compiler defines on this machine: its version, and all instructions that it uses.
+    Machines that share a folder may differ in both. Empty without a compiler.
+    """
+    command = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.decode(errors="replace")
+
+
+def _loaded(library: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(library), mode=os.RTLD_NOW)
+    except OSError as error:
+        raise CannotCompile(
+            f"cannot load {library}: {error}", hint="delete the file, and run it again"
+        ) from error
+
+
+@cache
 def _runtime(path: Path) -> Any:
-    calls = ctypes.CDLL(str(path))
+    calls = _loaded(path)
     first: list[Any] = [c_void_p, c_void_p, POINTER(_Blob), c_int64]
     calls.papaya_gradient.argtypes = [*first, c_int64, c_void_p, c_void_p]
     calls.papaya_train.argtypes = [*first, *[c_int64] * 3, *[c_void_p] * 7]

@@ -284,7 +284,8 @@ def _library(steps: Steps, loaded: LoadedTask, source: Source) -> tuple[Library 
     examples = list(islice(chain.from_iterable(clients), _TRACED_EXAMPLES))
     folder = cache_folder() / "gradients"
     try:
-        return compile_gradient(loaded.task, examples, folder), "compiled steps"
+        library = compile_gradient(loaded.task, examples, folder)
+        return library, "compiled steps" if library.runtime else "compiled steps, run by torch"
     except CannotCompile as error:
         if steps == "compiled":
             raise

@@ -35,6 +35,7 @@ from papaya.learning.torch.compiled_gradient import (
 )
 from papaya.learning.torch.engine import TorchEngine
 from papaya.learning.torch.fast_operators import FAST_OPERATORS
+from papaya.learning.torch.gradient_runtime import ClientSteps
 from papaya.learning.torch.module import make_module, read_batch
 from papaya.learning.torch.parts import parts_of
 from papaya.sim.draws import Ints
@@ -356,6 +357,18 @@ def test_a_failing_library_says_what_is_wrong(small: tuple[LoadedTask, Library])
         compiled(parameters, batch[:1])
     with pytest.raises(RuntimeError, match="mm_out"):
         compiled(parameters.double(), batch)
+
+
+def test_a_batch_that_needs_too_much_memory_fails(small: tuple[LoadedTask, Library]) -> None:
+    loaded, library = small
+    runtime = CompiledGradient(library, make_module(loaded.task)).runtime
+    assert runtime is not None
+    length = loaded.manifest.length
+    too_many = np.array([1 << 58])
+    steps = ClientSteps(np.array([1]), too_many, np.array([0]), np.ones(1, np.float32))
+    columns = read_batch(loaded.task, rows_of(0, 4))
+    with pytest.raises(RuntimeError, match="the runtime failed"):
+        runtime.train([np.zeros(length, np.float32)], columns, steps, np.zeros((1, length), "f4"))
 
 
 def test_attention_that_sees_nothing_gives_zeros() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from papaya.errors import CannotCompile
 from papaya.learning.definition import ClientSGD, Examples, Task
 from papaya.learning.torch.compiled_gradient import (
     TOLERANCE,
@@ -24,7 +25,16 @@ from papaya.learning.torch.compiled_gradient import (
     flat_gradient,
     trace_gradient,
 )
-from papaya.learning.torch.gradient_runtime import built_runtime, is_enough
+from papaya.learning.torch.gradient_runtime import (
+    RuntimeGradient,
+    _Inputs,
+    _macros,
+    _sizes_and_strides,
+    built_runtime,
+    is_enough,
+    machine_digest,
+    make_private,
+)
 from papaya.learning.torch.module import make_module, read_batch
 
 Floats = npt.NDArray[np.float32]
@@ -111,6 +121,36 @@ def test_products_are_those_of_numpy_at_any_address(
                 assert found[0].tobytes() == found[1].tobytes()
 
 
+def strided(draw: np.random.Generator, shape: tuple[int, ...]) -> tuple[Floats, Floats]:
+    """NaNs with random strides, and all of the memory that they are part of."""
+    order = draw.permutation(len(shape))
+    steps = draw.integers(1, 3, len(shape))
+    space = np.full([shape[a] * step + 1 for a, step in zip(order, steps, strict=True)], np.nan)
+    space = space.astype(np.float32)
+    cut = tuple(slice(0, shape[a] * step, step) for a, step in zip(order, steps, strict=True))
+    return space[cut].transpose(np.argsort(order)), space
+
+
+def test_products_of_random_shapes_and_strides(runtime: Any) -> None:
+    """Also without rows, columns or depth, and of matrices that show one row or column again."""
+    draw = np.random.default_rng(7)
+    for _ in range(400):
+        rows, columns, depth = (int(n) for n in draw.choice([0, 1, 2, 3, 8, 9, 17, 31, 66], 3))
+        lists = tuple(int(n) for n in draw.choice([0, 1, 2], draw.integers(2)))
+        inputs = []
+        for shape in ((*lists, rows, depth), (*lists, depth, columns)):
+            is_shown = draw.random(len(shape)) < 0.8  # other dimensions have the stride 0
+            own = tuple(n if shows else min(n, 1) for n, shows in zip(shape, is_shown, strict=True))
+            value, _ = strided(draw, own)
+            value[...] = draw.standard_normal(own)
+            inputs.append(np.broadcast_to(value, shape))
+        out, space = strided(draw, (*lists, rows, columns))
+        expected = inputs[0].astype(np.float64) @ inputs[1]
+        product(runtime, inputs[0], inputs[1], out)
+        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
+        assert np.isfinite(space).sum() == out.size
+
+
 def test_a_product_writes_nothing_beside_its_result(runtime: Any) -> None:
     space = np.full((5, 20), 7, np.float32)
     product(runtime, np.ones((3, 4), np.float32), np.ones((4, 9), np.float32), space[1:4, 6:15])
@@ -139,6 +179,66 @@ def test_memory_is_used_again_and_views_keep_it(runtime: Any) -> None:
     runtime.aoti_torch_delete_tensor_object(view)
     assert empty()[1] == place
     runtime.aoti_torch_delete_tensor_object(second)
+
+
+RUN = ctypes.CFUNCTYPE(
+    *(c_int32, c_void_p, POINTER(c_void_p), c_size_t),
+    *(POINTER(c_void_p), c_size_t, c_void_p, c_void_p),
+)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_a_gradient_that_is_not_one_vector_is_refused(runtime: Any, step: int) -> None:
+    space = np.arange(6, dtype=np.float32)
+    found = np.lib.stride_tricks.as_strided(space, (3,), (4 * step,))
+
+    def run(container: Any, inputs: Any, count: int, outputs: Any, *rest: Any) -> int:
+        outputs[0], outputs[1] = (handle(runtime, each).value for each in (space[1:2], found))
+        return 0
+
+    loss, gradient = np.zeros(1, np.float32), np.zeros(3, np.float32)
+    places = c_void_p(loss.ctypes.data), c_void_p(gradient.ctypes.data)
+    failed = runtime.papaya_gradient(RUN(run), None, None, c_int64(0), c_int64(3), *places)
+    assert bool(failed) == (step != 1)
+    assert gradient.tolist() == ([0, 1, 2] if step == 1 else [0, 0, 0])
+
+
+def test_shapes_of_many_inputs_stay_in_memory() -> None:
+    inputs = _Inputs([torch.zeros(size) for size in range(1000)])
+    found = [c_int64.from_address(blob.sizes).value for blob in inputs.blobs]
+    assert found == list(range(1000))
+    assert _sizes_and_strides.cache_info().currsize < 1000
+
+
+def test_another_version_of_the_compiler_has_another_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "c++"
+    monkeypatch.setenv("CXX", str(compiler))
+    found = []
+    for version in ("12", "13", "13"):
+        compiler.write_text(f"#!/bin/sh\necho '#define __VERSION__ {version}'\n")
+        compiler.chmod(0o700)
+        _macros.cache_clear()
+        found.append(machine_digest())
+    _macros.cache_clear()
+    assert found[0] != found[1] == found[2]
+
+
+def test_a_folder_that_all_users_can_write_to_is_refused(tmp_path: Path) -> None:
+    built = tmp_path / "gradients"
+    make_private(built)
+    assert built.stat().st_mode & 0o777 == 0o700
+    built.chmod(0o777)
+    with pytest.raises(CannotCompile, match="all users can write to"):
+        built_runtime(built)
+
+
+def test_a_damaged_library_is_named(tmp_path: Path) -> None:
+    damaged = tmp_path / "libpapaya_gradient.so"
+    damaged.write_bytes(b"\x7fELF")
+    with pytest.raises(CannotCompile, match=f"cannot load {damaged}"):
+        RuntimeGradient(tmp_path / "model.so", damaged, ())
 
 
 def test_code_that_calls_other_functions_of_torch_needs_torch() -> None:
