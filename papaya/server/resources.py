@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -153,13 +153,23 @@ def open_bucket(deployment: Deployment, name: str) -> S3Blobs:
     )
 
 
-def _locked(path: Path) -> TextIO:
-    """A lock that ends with the process, however it ends."""
-    file = path.open("w", encoding="ascii")
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """A lock that ends with the process, however it ends. It is given back before the file is
+    closed: a child process that has just been forked still has the file open.
+    """
+    with path.open("w", encoding="ascii") as file:
+        _lock(file, path)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _lock(file: TextIO, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.close()
         if "@" in path.stem:
             raise OperatorError(
                 f"{path.stem} already runs on {path.parent}",
@@ -170,4 +180,3 @@ def _locked(path: Path) -> TextIO:
             f"another server already runs on {path.parent}",
             hint="stop it, or give this one a data folder of its own: papaya serve --data DIR",
         ) from error
-    return file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 from base64 import b64encode
@@ -64,6 +65,28 @@ def test_two_servers_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
             await first.stop()
         await second.start()
         await second.stop()
+
+    asyncio.run(run())
+
+
+def test_a_stopped_server_leaves_no_lock_to_a_child_that_was_just_forked(tmp_path: Path) -> None:
+    """Between fork and exec a child has every file of its parent open."""
+
+    def lock_of_the_folder() -> int:
+        wanted = tmp_path / "data" / "server.lock"
+        links = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        return next(int(link.name) for link in links if Path(os.readlink(link)) == wanted)
+
+    async def run() -> None:
+        first, second = Server(deployment(tmp_path)), Server(deployment(tmp_path))
+        await first.start()
+        childs = os.dup(lock_of_the_folder())
+        try:
+            await first.stop()
+            await second.start()
+            await second.stop()
+        finally:
+            os.close(childs)
 
     asyncio.run(run())
 
