@@ -11,6 +11,7 @@ Tables need a partition: `column:user`, `dirichlet:clients=100,alpha=0.3,label=y
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +37,7 @@ _TABLES: Final[dict[str, Callable[[str, Sequence[str]], TableRows]]] = {
     "parquet": lambda path, without: parquet_rows(Path(path), without),
     "hf": hugging_face_rows,
 }
+_WITH_CLIENTS: Final = ("leaf", "text", "saved")
 _PARTITIONS: Final[dict[str, type[Partition]]] = {
     "dirichlet": Dirichlet,
     "shards": LabelShards,
@@ -55,25 +57,32 @@ def open_source(data: str, loaded: LoadedTask, partition: Partition | None = Non
             )
         without = (partition.column,) if isinstance(partition, ByColumn) else ()
         return table_source(_TABLES[kind](path, without), partition)
+    if data != "stdlib" and not (kind in _WITH_CLIENTS and path):
+        raise _unknown(data)
     if partition is not None:
         raise OperatorError(f"{data} has its own clients", hint="leave --partition out")
-    if data == "stdlib":
-        return library_source(loader_of(loaded))
-    if kind == "leaf" and path:
+    if kind == "leaf":
         return leaf_source(Path(path))
-    if kind == "text" and path:
+    if kind == "text":
         return folder_source(Path(path), loader_of(loaded))
-    if kind == "saved" and path:
+    if kind == "saved":
         return read_source(Path(path))
+    return library_source(loader_of(loaded))
+
+
+def _unknown(data: str) -> OperatorError:
+    kind, _, path = data.partition(":")
     hint = (
         "use leaf:FOLDER, text:FOLDER, csv:FILE, parquet:FILE, hf:FOLDER or stdlib (the source "
         "code of Python's standard library)"
     )
-    if Path(data).exists():
+    if close := path and get_close_matches(kind, [*_TABLES, *_WITH_CLIENTS], n=1):
+        hint = f"did you mean {close[0]}:{path}?"
+    elif Path(data).exists():
         hint = f"did you mean leaf:{data} (LEAF's JSON) or text:{data} (a file for each client)?"
         if (suffix := Path(data).suffix.removeprefix(".")) in _TABLES:
             hint = f"did you mean {suffix}:{data}?"
-    raise OperatorError(f"unknown data source: {data!r}", hint=hint)
+    return OperatorError(f"unknown data source: {data!r}", hint=hint)
 
 
 def parse_partition(text: str) -> Partition:

@@ -173,6 +173,11 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         open_source("csv:data.csv", task)
     with pytest.raises(OperatorError, match="has its own clients"):
         open_source("stdlib", task, ByColumn("user"))
+    (tmp_path / "rows.csv").touch()
+    for data, meant in (("cvs:rows.csv", "csv:rows.csv"), (f"{tmp_path}/rows.csv", "csv:/")):
+        with pytest.raises(OperatorError, match=f"unknown data source: '{data}'") as refused:
+            open_source(data, task, ByColumn("user"))
+        assert refused.value.hint.startswith(f"did you mean {meant}")
     with pytest.raises(OperatorError, match=r"cannot read .*nothing\.csv"):
         open_source(f"csv:{tmp_path / 'nothing.csv'}", task, ByColumn("user"))
     (tmp_path / "clients").write_bytes(b"other")
