@@ -60,7 +60,7 @@ clean: ## Remove caches and build output; keep .venv
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Papaya needs Python 3.11 or newer, \
 	this is " + sys.version.split()[0] + "\n\nhint: make PYTHON=python3.11 $(MAKECMDGOALS)")'
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) tools/install.py --venv $(VENV)
 
 # torch comes first and alone, under the constraint: nothing that depends on it may choose another build.
 # executorch asks for a hundred megabytes that only its other uses need: the extra `executorch` names the rest.

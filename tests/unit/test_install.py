@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
-from tools.install import install, is_long, step_in
+from tools.install import Status, create, install, is_long, large_package_in, step_in
 
 
 class Terminal(io.StringIO):
@@ -45,27 +46,66 @@ FAILING = pip("""
             "  Downloading https://host/a/torch-2.13.0.whl.metadata (26 kB)",
             "downloading torch-2.13.0.whl (26 kB)",
         ),
-        ("Installing collected packages: a, b-c, d", "installing 3 packages"),
+        ("Installing collected packages: a, b-c, d", "installing d and 2 other packages"),
+        ("Installing collected packages: a, Big_One", "installing Big_One and 1 other package"),
+        (
+            "Installing collected packages: big.one, huge, a",
+            "installing big.one, huge and 1 other package",
+        ),
+        ("Installing collected packages: executorch", "installing executorch"),
         ("Requirement already satisfied: numpy", None),
     ],
 )
 def test_lines_of_pip_become_steps(line: str, step: str | None) -> None:
-    assert step_in(line) == step
+    assert step_in(line, {"big-one", "huge"}) == step
 
 
 def test_only_long_steps_have_a_line_in_a_log() -> None:
     assert is_long("downloading torch-2.13.0.whl (188.9 MB)")
-    assert is_long("installing 3 packages")
+    assert is_long("downloading torch-2.13.0.whl (1.1 GB)")
+    assert is_long("installing torch and 2 other packages")
+    assert is_long("creating .venv")
     assert not is_long("downloading torch-2.13.0.whl (26 kB)")
     assert not is_long("downloading sympy-1.13.whl (6.2 MB)")
     assert not is_long("looking up torch")
+
+
+def test_large_packages_are_found_in_the_lines_of_pip() -> None:
+    assert large_package_in("  Downloading https://host/Big_One-1-py3.whl (20.0 MB)") == "big-one"
+    assert large_package_in("  Using cached torch-2.13.0-cp311.whl (1.2 GB)") == "torch"
+    assert large_package_in("  Downloading sympy-1.13.whl (6.2 MB)") is None
+    assert large_package_in("Collecting torch") is None
+
+
+def test_a_log_has_a_line_every_15_seconds() -> None:
+    log, seconds = io.StringIO(), 0.0
+    status = Status(log, "starting pip", lambda: seconds)
+    for second in range(48):
+        seconds = float(second)
+        if second == 17:
+            status.set("installing torch")
+        status.draw()
+    assert log.getvalue().splitlines() == [
+        "  starting pip: 15 s so far",
+        "  installing torch",
+        "  installing torch: 15 s so far",
+        "  installing torch: 30 s so far",
+    ]
+
+
+def test_creating_an_environment_is_told_and_its_errors_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    log = io.StringIO()
+    assert create(str(tmp_path / "file" / ".venv"), log) != 0
+    assert log.getvalue().startswith(f"  creating {tmp_path / 'file' / '.venv'}\n")
+    assert "Not a directory" in log.getvalue()
 
 
 def test_a_log_names_the_long_steps() -> None:
     log = io.StringIO()
     assert install(["torch"], log, WORKING) == 0
     assert log.getvalue() == (
-        "  downloading torch-2.13.0-cp311.whl (188.9 MB)\n  installing 3 packages\n"
+        "  downloading torch-2.13.0-cp311.whl (188.9 MB)\n  installing torch and 2 other packages\n"
     )
 
 
@@ -74,7 +114,7 @@ def test_a_terminal_shows_every_step_and_ends_with_an_empty_line() -> None:
     assert install(["torch"], terminal, WORKING) == 0
     shown = terminal.getvalue()
     assert "looking up torch" in shown
-    assert "installing 3 packages" in shown
+    assert "installing torch and 2 other packages" in shown
     assert shown.endswith("\r\x1b[K")
     assert "\n" not in shown
 
