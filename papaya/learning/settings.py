@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Struct, structs
@@ -59,21 +59,19 @@ def changed_client(client: ClientSGD, settings: Sequence[str]) -> ClientSGD:
     hint = f"its fields are {', '.join(known)}"
     for setting in settings:
         field, equals, text = setting.partition("=")
-        if not equals:
-            raise OperatorError(
-                f"--set client.{setting} has no value", hint="--set client.rate=0.05"
-            )
         if field not in known:
             close = get_close_matches(field, known, n=1)
             raise ConfigError(
                 f"--set client.{setting}: there is no setting client.{field}",
                 hint=f"did you mean client.{close[0]}? {hint}" if close else hint,
             )
+        if not equals:
+            raise _without_value(f"client.{field}")
         _put(document, field, text)
     try:
         return msgspec.convert(document, ClientSGD)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"--set client: {error}", hint=hint) from error
+        raise _explained(str(error), ClientSGD, settings, hint, _CLIENT) from error
 
 
 def with_client(loaded: LoadedTask, settings: Sequence[str]) -> LoadedTask:
@@ -94,34 +92,57 @@ def changed(config: TaskConfig, name: str | None, settings: Sequence[str]) -> Ta
     try:
         found = msgspec.convert(document, TaskConfig)
     except msgspec.ValidationError as error:
-        raise _explained(str(error), settings) from error
+        raise _explained(str(error), TaskConfig, settings, _HINT) from error
     try:
         require_known_fields(document, msgspec.to_builtins(found))
     except ConfigError as error:
-        raise _explained(str(error), settings) from error
+        raise _explained(str(error), TaskConfig, settings, _HINT) from error
     return found
 
 
 _HINT = "docs/configuration.md lists every field of TaskConfig"
-_NOT_OF_TYPE = re.compile(r"Expected `(?P<expected>.+?)`, got `(?P<found>.+?)`")
+_NOT_OF_TYPE = re.compile(r"Expected `(?P<expected>.+?)`, got")
+_NOT_A_CHOICE = re.compile(r"Invalid (?:enum )?value '?(?P<value>.*?)'?(?: - at|$)")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>\w+)`")
 _PLACE = re.compile(r" - at `\$\.(?P<field>[\w.]+)`")
+_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
 
-def _explained(problem: str, settings: Sequence[str]) -> ConfigError:
+def _explained(
+    problem: str, kind: type[Struct], settings: Sequence[str], hint: str, group: str = ""
+) -> ConfigError:
     """The setting that cannot be decoded, in plain words."""
     place = _PLACE.search(problem)
     field = place["field"] if place is not None else ""
     given = {setting.partition("=")[0]: setting for setting in settings}
     wrong = given.get(field) or given.get(field.rpartition(".")[0], field)
-    found = _NOT_OF_TYPE.search(problem)
-    if found is not None:
-        expected = found["expected"].replace(" | ", " or ")
-        return ConfigError(f"--set {wrong}: expected {expected}, got {found['found']}", hint=_HINT)
-    if unknown := _UNKNOWN.search(problem):
-        wrong = given.get(f"{field}.{unknown['name']}", wrong)
-        problem = f"this {field} has no setting {unknown['name']}"
-    return ConfigError(f"--set {wrong}: {_PLACE.sub('', problem)}", hint=_HINT)
+    if found := _NOT_OF_TYPE.search(problem):
+        expected = found["expected"].split(" | ")
+        problem = f"must be {' or '.join(_TYPES.get(name, name) for name in expected)}"
+    elif (found := _NOT_A_CHOICE.search(problem)) and (choices := _choices(kind, field)):
+        problem = f"is not one of {', '.join(choices)}"
+        if close := get_close_matches(found["value"], choices, n=1, cutoff=0.4):
+            hint = f"did you mean {close[0]}? {hint}"
+    elif found := _UNKNOWN.search(problem):
+        wrong = given.get(f"{field}.{found['name']}", wrong)
+        problem = f"this {field} has no setting {found['name']}"
+    return ConfigError(f"--set {group}{wrong}: {_PLACE.sub('', problem)}", hint=hint)
+
+
+def _choices(kind: Any, field: str) -> list[str]:
+    """The values that a field may have: tags of structs in a union, or those of a Literal."""
+    *path, last = field.split(".")
+    for name in path:
+        kind = _fields(kind).get(name)
+    if last in _tags(kind):
+        return [str(each.__struct_config__.tag) for each in _structs(kind)]
+    literal = _fields(kind).get(last)
+    parts = [literal, *get_args(literal)]
+    return [str(value) for part in parts if get_origin(part) is Literal for value in get_args(part)]
+
+
+def _without_value(field: str) -> OperatorError:
+    return OperatorError(f"--set {field} has no value", hint=f"--set {field}=…")
 
 
 def _fields(kind: Any) -> dict[str, Any]:
@@ -139,7 +160,7 @@ def _known(kind: type[Struct]) -> list[str]:
     found = []
     for name, inner in _fields(kind).items():
         found += [name, *(f"{name}.{each}" for each in (*_tags(inner), *_names(inner)))]
-    return found
+    return list(dict.fromkeys(found))  # structs of a union share fields
 
 
 def _names(kind: Any) -> list[str]:
@@ -166,11 +187,11 @@ def _check_known(field: str, setting: str) -> None:
 
 def _set(document: dict[str, Any], setting: str) -> None:
     field, equals, text = setting.partition("=")
-    if not equals:
-        raise OperatorError(f"--set {setting!r} has no value", hint="--set concurrency=50")
     if field in _NOT_TO_SET:
         raise OperatorError(f"--set cannot change {field}", hint=_NOT_TO_SET[field])
     _check_known(field, setting)
+    if not equals:
+        raise _without_value(field)
     _put(document, field, text)
 
 
