@@ -7,13 +7,14 @@ A package declares them in its pyproject.toml:
 
 Servers load those that the operator has allowed (`extensions` in the server's file). A simulation
 loads those that its task names: whoever runs it has installed them. Refused (OperatorError): one
-that is not installed, installed twice, or fails while it is imported.
+that is not installed, installed twice, or fails while it is imported. If a task names it, the error
+names the field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 from papaya.config import TaskConfig
@@ -27,7 +28,7 @@ PREFIX: Final = "papaya."
 def load(wanted: Iterable[tuple[ExtensionGroup, str]]) -> None:
     """Import these extensions and make them known to this process."""
     for group, name in wanted:
-        found = [each for each in entry_points(group=PREFIX + group) if each.name == name]
+        found = _declared(group, name)
         if len(found) != 1:
             what = "installed more than once" if found else "not installed"
             raise OperatorError(
@@ -47,7 +48,15 @@ def load(wanted: Iterable[tuple[ExtensionGroup, str]]) -> None:
 
 def load_used(config: TaskConfig) -> None:
     """Load what the task names and this process does not have yet."""
-    load(used for used in extensions.used_by(config) if not extensions.has(*used))
+    for group, name in extensions.used_by(config):
+        if not extensions.has(group, name):
+            if not _declared(group, name):
+                raise extensions.unknown_kind(group, name)
+            load([(group, name)])
+
+
+def _declared(group: ExtensionGroup, name: str) -> list[EntryPoint]:
+    return [each for each in entry_points(group=PREFIX + group) if each.name == name]
 
 
 def parsed(names: Iterable[str]) -> list[tuple[ExtensionGroup, str]]:

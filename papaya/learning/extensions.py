@@ -28,6 +28,11 @@ _BUILT_IN: Final[dict[ExtensionGroup, tuple[str, ...]]] = {
     "aggregation_rules": RULES,
     "staleness_functions": DAMPINGS,
 }
+_FIELDS: Final[dict[ExtensionGroup, str]] = {
+    "server_optimizers": "optimizer.kind",
+    "aggregation_rules": "aggregation.kind",
+    "staleness_functions": "staleness.kind",
+}
 _known: Final[dict[tuple[ExtensionGroup, str], Any]] = {}
 
 
@@ -57,6 +62,13 @@ def meant(group: ExtensionGroup, name: str) -> str:
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     start = f"did you mean {close[0]}?" if close else f"built in are {', '.join(names)};"
     return f"{start} otherwise, "
+
+
+def unknown_kind(group: ExtensionGroup, name: str) -> ConfigError:
+    """For a task that names neither a built-in kind nor an extension that is installed."""
+    problem = f"is not one of {', '.join(_BUILT_IN[group])}, nor an extension that is installed"
+    remedy = f"{meant(group, name)}install a package with the entry point {name} in papaya.{group}"
+    return ConfigError.of(_FIELDS[group], name, problem, remedy)
 
 
 def used_by(config: TaskConfig) -> list[tuple[ExtensionGroup, str]]:

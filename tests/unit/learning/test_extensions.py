@@ -177,6 +177,14 @@ def test_a_simulation_loads_what_its_task_names(package: Path) -> None:
     load_used(a_config(staleness=Staleness("flat")))  # it is known already
 
 
+def test_a_kind_that_is_not_installed_is_named_with_its_field() -> None:
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.kind = 'fedadm': is not one of fed"
+    ) as error:
+        load_used(a_config(optimizer=OptimizerConfig(kind="fedadm")))
+    assert error.value.hint.startswith("did you mean fedadam?")
+
+
 def test_an_entry_point_that_cannot_be_loaded_is_named(package: Path) -> None:
     install(package, "papaya_broken", "import nowhere_at_all", STALENESS, "gone = papaya_broken:x")
     with pytest.raises(OperatorError, match="staleness_functions:gone cannot be imported"):
