@@ -163,6 +163,11 @@ class Aggregator:
             and all(held.is_drained for held in self.tasks.values())
         )
 
+    @property
+    def uploads(self) -> int:
+        """The number of uploads in progress, of all tasks."""
+        return sum(held.uploads for held in self.tasks.values())
+
     # -- clients and work -------------------------------------------------------------------
 
     def _on_request(self, now: float, request: Ticketed, reply_to: Handle) -> Effects:

@@ -355,9 +355,13 @@ class HeldTask:
             return False
         if self.phase is not TaskPhase.SERVING:
             return True
-        uploads = any(session.upload is not None for session in self.sessions.active.values())
         waits = not self._drops_uploads and bool(self.pipeline.kept_places)
-        return not uploads and not waits and self.pipeline.is_settled
+        return not self.uploads and not waits and self.pipeline.is_settled
+
+    @property
+    def uploads(self) -> int:
+        """The number of uploads in progress."""
+        return sum(session.upload is not None for session in self.sessions.active.values())
 
     def _halt(self, reason: str) -> Effects:
         """Stop serving until the rows change. Sessions continue; uploads are dropped."""

@@ -346,8 +346,13 @@ def _running_server(deployment: Deployment) -> Iterator[Diagnosis]:
         if not clock.is_refused:
             yield Diagnosis("clock", "warning", str(clock), "set the clock with NTP")
     if not problems:
-        tasks = sum(task.state == "running" for task in status.tasks)
-        yield Diagnosis("server", "good", f"led by {status.leader}, {tasks} running tasks")
+        tasks = plural(running_tasks(status), "running task")
+        yield Diagnosis("server", "good", f"led by {status.leader}, {tasks}")
+
+
+def running_tasks(status: SystemStatus) -> int:
+    """Without evaluations, like `papaya task list`."""
+    return sum(task.state == "running" and not task.evaluates for task in status.tasks)
 
 
 def _collateral(deployment: Deployment) -> Iterator[Diagnosis]:

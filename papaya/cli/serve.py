@@ -32,6 +32,7 @@ from papaya.cli.output import (
     add_format,
     bind,
     note,
+    plural,
     positive,
     print_data,
     print_json,
@@ -164,9 +165,11 @@ async def _serve(deployment: Deployment, roles: tuple[Role, ...], is_json: bool)
         await _first(stopping, server.failed)
         why = str(server.failure or "a part of it failed") if server.failed.is_set() else "a signal"
         log(ServerStopping(why))
-        note("stopping: waiting for uploads in progress")
+        waits = f": waiting for {plural(server.uploads, 'upload')} in progress"
+        note(f"stopping{waits if server.uploads else ''}")
     finally:
         await server.stop()
+    note("stopped")
     if server.failed.is_set():
         raise server.failure or InvariantError(
             "a part of the server failed, so the server stopped",

@@ -202,6 +202,11 @@ class Server:
             await self.stop()
             raise
 
+    @property
+    def uploads(self) -> int:
+        """The number of uploads in progress, which `stop` waits for."""
+        return sum(host.machine.uploads for host in self._aggregators().values())
+
     async def stop(self) -> None:
         """Take no new devices, hand the tasks over, answer everybody, then close everything."""
         await self._drain()

@@ -362,7 +362,7 @@ class Printer:
             print_json(event)
         match event:
             case VisitEnded():
-                self._endings[event.ending] += 1
+                self._endings[_shown_ending(event)] += 1
                 if not self._is_json:
                     print_data(printable(_line(event)))
                     if event.explanation:
@@ -413,6 +413,12 @@ class Printer:
             note(text)
 
 
+def _shown_ending(ended: VisitEnded) -> str:
+    """`aborted` would look like a failure when enough other devices took part."""
+    is_over = ended.ending == "aborted" and ended.reason in ("task_over", "round_over")
+    return "not_needed" if is_over else ended.ending
+
+
 def _line(ended: VisitEnded) -> str:
     match ended.ending:
         case "failed" | "gave_up":
@@ -424,5 +430,5 @@ def _line(ended: VisitEnded) -> str:
         case _:
             reason = ended.reason
     why = "; ".join(filter(None, (reason, ended.detail)))
-    words = [ended.device, ended.ending, ended.task or "", f"({why})" if why else ""]
+    words = [ended.device, _shown_ending(ended), ended.task or "", f"({why})" if why else ""]
     return " ".join(filter(None, words))

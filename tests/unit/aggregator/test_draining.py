@@ -61,10 +61,12 @@ def test_an_upload_that_has_begun_may_finish() -> None:
     [phone] = world.joined(node, 1)
     assert isinstance(phone.report(), UploadGranted)
     assert phone.chunk(0, b"\0" * 8) == ChunkReceived("u1", 0)
+    assert node.machine.uploads == 1
     node.receive(Drain())
     assert not node.last_report().drained
     assert phone.chunk(1, b"\0" * 8) == ChunkReceived("u1", 1)
     assert world.answers[phone.complete()] == Completed()
+    assert node.machine.uploads == 0
     assert node.last_report().drained, "and it is recorded without waiting for others"
     assert world.recorded() == [phone.session]
 

@@ -411,7 +411,9 @@ def test_the_end_of_a_visit_is_a_line(capsys: pytest.CaptureFixture[str]) -> Non
     for ending, reason, task, detail in (
         ("counted", "", "next-word", ""),
         ("rejected", "no compatible task needs clients now", None, ""),
-        ("aborted", "task_over", "next-word", ""),
+        ("aborted", "task_over", "next-word-eval-60", ""),
+        ("aborted", "round_over", "next-word", ""),
+        ("aborted", "stale", "next-word", ""),
         ("failed", "out_of_memory", "next-word", "memory: it took 2 GB"),
         ("stopped", "stopped", "next-word", "the device was told to stop"),
     ):
@@ -420,12 +422,16 @@ def test_the_end_of_a_visit_is_a_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.splitlines() == [
         "phone counted next-word",
         "phone rejected (no compatible task needs clients now)",
-        "phone aborted next-word (the task ended)",
+        "phone not_needed next-word-eval-60 (the task ended)",
+        "phone not_needed next-word (the round ended before the update was sent)",
+        "phone aborted next-word (trained from a version that is too old)",
         f"phone failed next-word ({memory}; memory: it took 2 GB)",
         "phone stopped next-word (the device was told to stop)",
     ]
     printer.summarize()
-    assert "5 visits" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "7 visits: " in told
+    assert "2 not_needed" in told
 
 
 @pytest.mark.parametrize("explains", [True, False])

@@ -337,6 +337,9 @@ def test_a_server_is_started_checked_and_ended(tmp_path: Path) -> None:
         [process] = processes._running.values()
     assert process.returncode == 0
     processes.stop()  # once more does nothing
+    told = (tmp_path / "server.log").read_text().splitlines()
+    assert "stopping" in told, "it waits for no upload"
+    assert told[-1] == "stopped"
 
 
 def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
