@@ -165,16 +165,24 @@ def view_for(budget: Callable[[TaskDetail], float], stream: TextIO | None = None
 
 
 class LineView(View):
-    """Prints a line with all numbers for each evaluation, and a short one every two seconds."""
+    """Prints a line with all numbers for each evaluation, and a short one every two seconds.
 
-    def __init__(self, stream: TextIO, now: Callable[[], float] = time.time) -> None:
+    Its seconds count from its own start, like those of `telling`.
+    """
+
+    def __init__(self, stream: TextIO, now: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._now = now
+        self._start = now()
         self._last: int | None = None
         self._next_s = 0.0
 
+    def __enter__(self) -> LineView:
+        print("training", file=self._stream, flush=True)
+        return self
+
     def update(self, samples: list[DemoSample], detail: TaskDetail) -> None:
-        seconds = self._now() - detail.task.submitted
+        seconds = self._now() - self._start
         is_new = detail.task.evaluated != self._last
         if not is_new and seconds < self._next_s:
             return
@@ -382,7 +390,7 @@ def text_of(summary: Summary) -> str:
     torch = " --engine torch" if summary.engine == "torch" else ""
     lines = {
         "perplexity": f"{fall}  {clients}",
-        "versions": f"{summary.version}, {summary.versions_per_minute:.0f} per minute",
+        "versions": f"{summary.version}{_rate(summary.versions_per_minute)}",
         "trips": f"{summary.trips:,} uploads, {summary.counted:,} of them counted",
         "utilization": f"{100 * summary.utilization:.0f} % of the slots, after the first version",
         "staleness": f"{summary.mean_staleness:.1f} versions, mean",
@@ -398,6 +406,12 @@ def text_of(summary: Summary) -> str:
     return "\n".join([head, *told, *warning, f"The server saw {seen_by_server(summary)}"])
 
 
+def _rate(versions_per_minute: float) -> str:
+    """Nothing if there were too few versions for a rate."""
+    digits = 0 if versions_per_minute >= 10 else 1
+    return f", {versions_per_minute:.{digits}f} per minute" if versions_per_minute else ""
+
+
 def seen_by_server(summary: Summary) -> str:
     """What the server could see, from its counters and its disk, in one line."""
     if summary.threshold is None:
@@ -411,7 +425,7 @@ def seen_by_server(summary: Summary) -> str:
         )
     return (
         f"{summary.trips:,} masked updates, which look like random bytes{noise}, "
-        f"and {summary.version} sums of {summary.threshold} or more updates."
+        f"and {plural(summary.version, 'sum')} of {summary.threshold} or more updates."
     )
 
 

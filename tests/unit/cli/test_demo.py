@@ -173,6 +173,13 @@ def test_the_summary_is_what_was_measured() -> None:
     assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary
 
 
+def test_one_version_has_no_rate() -> None:
+    text = text_of(a_summary(POINTS[:2]))
+    assert re.search(r"versions +1$", text, re.MULTILINE)
+    assert text.endswith("and 1 sum of 10 or more updates.")
+    assert re.search(r"versions +3, 30 per minute$", text_of(a_summary()), re.MULTILINE)
+
+
 def test_a_model_that_did_not_learn_is_called_so() -> None:
     worse = msgspec.structs.replace(POINTS[-1], perplexity=2001.0)
     assert not a_summary((*POINTS[:3], worse)).has_learned
@@ -199,14 +206,16 @@ def test_a_log_has_a_line_for_each_evaluation() -> None:
 
 
 def test_between_evaluations_a_log_says_what_happens() -> None:
-    stream, clock = io.StringIO(), iter([100.5, 101.0, 102.0, 102.6, 104.0, 105.0])
+    stream, clock = io.StringIO(), iter([100.0, 100.5, 101.0, 102.0, 102.6, 104.0, 105.0])
     view, detail = LineView(stream, lambda: next(clock)), a_detail(POINTS[:1])
     running = msgspec.structs.replace(detail.task, state="running", evaluated=None)
     running = msgspec.structs.replace(running, perplexity=None, loss=None)
     detail = msgspec.structs.replace(detail, task=running)
-    for active in (0, 0, 0, 0, 1, 24):
-        view.update([DemoSample(1.0, active, 0, active // 3, 0)], detail)
+    with view:
+        for active in (0, 0, 0, 0, 1, 24):
+            view.update([DemoSample(1.0, active, 0, active // 3, 0)], detail)
     assert stream.getvalue().splitlines() == [
+        "training",
         "   0 s  version 0: devices are starting",
         "   3 s  version 0: devices are starting",
         "   5 s  version 0: 24 devices active, 8 of 10 updates for the next version",
