@@ -571,7 +571,7 @@ class Server:
                 proxies=proxies,
             )
         except ListenError as error:
-            raise _cannot_listen(host, port, error) from error
+            raise _cannot_listen(name, where, error) from error
         self._listeners.append(listening)
         self._operations.watch_listener(name, listening)
         shown = f"[{host}]" if ":" in host else host
@@ -728,10 +728,12 @@ def _provider(config: OidcConfig | None) -> Provider | None:
     return OidcProvider(config)
 
 
-def _cannot_listen(host: str, port: int, error: ListenError) -> OperatorError:
+def _cannot_listen(name: str, where: str, error: ListenError) -> OperatorError:
     if error.is_in_use:
+        host, _, port = where.rpartition(":")
         return OperatorError(
-            f"{host}:{port} is in use by another program",
-            hint=f"stop it, or choose another port; `ss -ltnp 'sport = :{port}'` shows which",
+            f"{where} is in use by another program",
+            hint=f"choose another port: --{name} {host}:PORT; or stop that program, which "
+            f"`ss -ltnp 'sport = :{port}'` shows",
         )
     return OperatorError(str(error), hint="give an address of this machine and a port above 1023")

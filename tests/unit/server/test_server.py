@@ -156,8 +156,9 @@ def test_a_port_in_use_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
         try:
             taken = first.addresses["admin"]
             second = Server(deployment(tmp_path / "b", admin=taken))
-            with pytest.raises(OperatorError, match=taken):
+            with pytest.raises(OperatorError, match=taken) as refused:
                 await second.start()
+            assert "--admin 127.0.0.1:PORT" in refused.value.hint
         finally:
             await first.stop()
 
