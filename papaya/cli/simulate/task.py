@@ -64,6 +64,9 @@ def run_task(options: SimulateOptions) -> int:
     note(f"a median device takes {seconds:g} s per example (--seconds-per-example)")
     for warning in run.recording_plan.task.warnings():
         note(f"warning: {warning}")
+    rule = structs.asdict(prepared.task.stop).items()
+    if ignored := ", ".join(f"stop.{field}" for field, value in rule if value is not None):
+        note(f"warning: a simulation ignores {ignored}: it ends by --updates or --hours")
     if (goal := run.recording_plan.task.aggregation_goal) > run.updates:
         note(
             f"warning: the run continues until {goal:,} client updates, because one "

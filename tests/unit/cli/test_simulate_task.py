@@ -240,11 +240,13 @@ def test_a_few_clients_are_told_as_what_they_are(
     assert "clip          – (this needs " in out
 
 
-def test_a_run_that_is_too_short_says_so(
+def test_a_run_that_is_too_short_says_so_and_what_it_ignores(
     own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert simulate(own, tmp_path, "--hours", "0.002") == 0
+    stop = ("--set", "stop.versions=3", "--set", "stop.hours=2")
+    assert simulate(own, tmp_path, "--hours", "0.002", *stop) == 0
     out, err = capsys.readouterr()
+    assert "a simulation ignores stop.versions, stop.hours: it ends by --updates" in err
     assert "warning: the model was not trained: no server update in 0.002 virtual hours" in err
     assert "staleness –" in out
     assert "staleness 0" not in out
