@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from papaya.cli.output import (
@@ -134,9 +135,11 @@ def _keys(what: list[str], scale: Scale) -> list[str]:
             note(f"not part of all at this scale, run by name: {', '.join(left_out)}")
         return [key for key in EXPERIMENTS if key not in left_out]
     if unknown := [key for key in what if key not in EXPERIMENTS]:
+        close = get_close_matches(unknown[0], EXPERIMENTS, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
         raise OperatorError(
             f"there is no experiment {unknown[0]!r}",
-            hint=f"use all, or any of {', '.join(EXPERIMENTS)}",
+            hint=f"{meant}use all, or any of {', '.join(EXPERIMENTS)}",
         )
     return what
 

@@ -228,6 +228,8 @@ _RULE = (
 
 def verdicts(claims: Sequence[PaperClaim]) -> str:
     """How many claims agree, differ, and cannot be compared."""
+    if not claims:
+        return "no claims"
     counts = dict.fromkeys(get_args(ClaimVerdict), 0)
     for claim in claims:
         counts[claim.verdict] += 1

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from papaya.cli.main import main
 from papaya.config import AsyncFL
 from papaya.sim.jobs import in_turn
 from papaya.study.data.source import Memory
@@ -95,6 +96,15 @@ def test_every_experiment_gives_numbers_checks_and_a_plot(toy: tuple[Path, list[
         assert stored.key == result.key
         for name in result.plots:
             assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_experiment_without_claims_says_so() -> None:
+    assert verdicts([]) == "no claims"
+
+
+def test_a_misspelt_experiment_gets_a_similar_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "exec-times"]) == 2
+    assert "hint: did you mean execution-times? use all, " in capsys.readouterr().err
 
 
 def test_all_claims_are_in_the_tables_of_verdicts(toy: tuple[Path, list[Result]]) -> None:
