@@ -56,6 +56,7 @@ _STYLE: dict[Any, Any] = {
 _METRICS_BYTES = 4 << 20
 _LINE_EVERY_S = 2.0  # the task is polled every half second
 _STILL_EVERY_S = 2.5
+_SLOW_START_S = 10.0  # above this, the result says how long devices needed
 _BAR = 52
 _SHOWN = 32
 
@@ -129,6 +130,11 @@ def utilization(samples: list[DemoSample], concurrency: int) -> float:
     """The mean share of slots that were active, after the warm-up."""
     warm = after_warm_up(samples)
     return sum(sample.active for sample in warm) / concurrency / max(1, len(warm))
+
+
+def start_s(samples: list[DemoSample]) -> float | None:
+    """Seconds from the submission to the first active device; None if there was none."""
+    return next((sample.seconds for sample in samples if sample.active or sample.trips), None)
 
 
 def made_by_clients(points: Sequence[PointRow]) -> list[PointRow]:
@@ -303,6 +309,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     concurrency: int
     aggregation_goal: int
     seconds: float
+    start_s: float | None  # until the first device was active; part of `seconds`
     version: int
     versions_per_minute: float
     perplexity: dict[int, float]  # of each evaluated version
@@ -358,6 +365,7 @@ def summarize(
         concurrency=task.concurrency,
         aggregation_goal=task.aggregation_goal,
         seconds=task.ended - task.submitted,
+        start_s=start_s(samples),
         version=task.version,
         versions_per_minute=versions_per_minute(made, over_s=0.0) or 0.0,
         perplexity={version: found for _, version, found in perplexities(task.submitted, points)},
@@ -400,10 +408,19 @@ def text_of(summary: Summary) -> str:
         "load it": f"safetensors.torch.load_file({summary.model!r})",
         "continue": f"{shlex.quote(command)} demo{torch}{sync}{clear} --checkpoint {model}",
     }
-    head = f"{summary.title}: {summary.seconds:.0f} s of training"
+    head = f"{summary.title}: {summary.seconds:.0f} s of training{_start(summary)}"
     told = [f"  {name:12} {words}".rstrip() for name, words in lines.items()]
     warning = [] if summary.threshold is None else ["", SOFTWARE]
     return "\n".join([head, *told, *warning, f"The server saw {seen_by_server(summary)}"])
+
+
+def _start(summary: Summary) -> str:
+    """What a slow start of the devices took from the time of training."""
+    if summary.start_s is None:
+        return ", and no device was active"
+    if summary.start_s <= _SLOW_START_S:
+        return ""
+    return f", of which devices needed {summary.start_s:.0f} s to start (this machine is busy)"
 
 
 def _rate(versions_per_minute: float) -> str:

@@ -30,6 +30,7 @@ from papaya.cli.demo.show import (
     happening,
     perplexities,
     reading,
+    start_s,
     summarize,
     telling,
     text_of,
@@ -171,6 +172,19 @@ def test_the_summary_is_what_was_measured() -> None:
     assert "(noisy: each value is from 16 devices)" in text
     assert "demo --checkpoint runs/m.safetensors" in text  # a command that needs no server
     assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary
+
+
+def test_the_result_says_how_long_devices_needed_to_start() -> None:
+    slow = a_summary()
+    assert slow.start_s == 11.0
+    head = text_of(slow).splitlines()[0]
+    assert head.endswith(
+        "45 s of training, of which devices needed 11 s to start (this machine is busy)"
+    )
+    soon = msgspec.structs.replace(slow, start_s=10.0)
+    assert text_of(soon).splitlines()[0].endswith("45 s of training")
+    never = msgspec.structs.replace(slow, start_s=start_s(SAMPLES[:1]))
+    assert text_of(never).splitlines()[0].endswith("45 s of training, and no device was active")
 
 
 def test_one_version_has_no_rate() -> None:
