@@ -88,6 +88,13 @@ def _checkpoint(data: bytes) -> Checkpoint:
     return Checkpoint.parse(split_note(data)[0])
 
 
+def own_key(data: Path) -> SignerKey:
+    """The key of the server's own log, created if it is missing."""
+    with (data / "log.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _own_key(data / "log.key")
+
+
 def own_record(data: Path, measurement: bytes) -> int:
     """The leaf of this binary in the server's own log, appended if it is missing.
 

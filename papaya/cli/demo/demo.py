@@ -78,6 +78,7 @@ from papaya.device.texts import LEAST_BYTES, LIBRARY, library_texts
 from papaya.errors import OperatorError, PapayaError
 from papaya.learning.executorch.shim import shim_library
 from papaya.server.admin.views import TaskDetail
+from papaya.server.public_log import own_key
 
 TASK = "next-word"
 TASK_FILE = Path(papaya.__file__).parents[1] / "examples" / "next_word.py"
@@ -86,8 +87,6 @@ _DEVICES_IN_A_PROCESS = 16
 _LOOK_S = 0.5
 _GLANCES = 5  # looks at the server's disk between two polls, to find a sum of few clients
 _PATIENCE_S = 180.0  # beyond --minutes: to start, and to evaluate the last version
-_LOGGED_S = 60.0  # time limit for the server to start its TSA and to log it
-_POLL_S = 0.05
 _DOCUMENTATION = Path("pydoc_data", "topics.py")
 _EVALUATE_UPDATES = 50
 _EXTRAS = {"aiohttp": "device", "torch": "torch", "matplotlib": "sim", "rich": "sim"}
@@ -361,19 +360,20 @@ def _train(
     admin, token = f"http://{addresses['admin']}", folder / "data" / "admin.token"
     owner = ("--admin", admin, "--token-file", str(token))
     settings = _settings(options, _goal(options, regime))
-    trust = None if options.clear else folder / "trust.toml"
+    if not options.clear:
+        prepared.client["--trust"] = str(folder / "trust.toml")
+        write_trust(
+            folder / "trust.toml", folder / "data", addresses["devices"], _goal(options, regime)
+        )
     compiling = "" if engine == "torch" else "; compiling the task takes longer, once"
     with telling(f"submitting the task (importing PyTorch takes a few seconds{compiling})"):
+        # The time of training counts from the submission, so devices start before that.
         processes.start("submit", "task", "submit", *prepared.submit, *owner, *settings)
         import_module("matplotlib.figure")  # takes a second, which would be lost later
         if engine == "executorch":
             asyncio.run(_write_examples([text for place in places for text in place.iterdir()]))
+        _start_devices(addresses["devices"], prepared.client, devices, folder, processes)
         processes.finish("submit")
-        if trust is not None:
-            write_trust(trust, folder / "data", addresses["devices"], _goal(options, regime))
-    if trust is not None:
-        prepared.client["--trust"] = str(trust)
-    _start_devices(addresses["devices"], prepared.client, devices, folder, processes)
     client = AdminClient(admin, token.read_text(encoding="ascii").strip())
     run_id = client.get(task_path(TASK), TaskDetail).task.task
     onlooker = Onlooker(folder / "data" / "blobs", run_id)
@@ -492,7 +492,7 @@ def write_trust(path: Path, data: Path, devices: str, goal: int) -> None:
     Nobody should use such a policy on a real device.
     """
     policy = {
-        "log_key": _log_key(data / "log.key.pub"),
+        "log_key": str(own_key(data).verifier),
         "log_url": f"http://{devices}/v1/log",
         "platforms": ["software"],
         "allow_insecure_software": True,
@@ -501,19 +501,6 @@ def write_trust(path: Path, data: Path, devices: str, goal: int) -> None:
     }
     lines = [f"{field} = {json.dumps(value)}\n" for field, value in policy.items()]
     path.write_text("".join(lines), encoding="utf-8")
-
-
-def _log_key(path: Path) -> str:
-    """Wait for the key, which the server writes when the first task makes it start its TSA."""
-    ends_at = time.monotonic() + _LOGGED_S
-    while not path.exists():
-        if time.monotonic() > ends_at:
-            raise PapayaError(
-                f"the server did not start its TSA within {_LOGGED_S:g} s",
-                hint="check logs/server.log in the output folder, or use --clear",
-            )
-        time.sleep(_POLL_S)
-    return path.read_text(encoding="ascii").strip()
 
 
 def find_texts(count: int, seed: int, library: Path = LIBRARY) -> list[Path]:

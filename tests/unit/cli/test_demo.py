@@ -47,7 +47,7 @@ from papaya.learning.task import load_task
 from papaya.messages.storage import PointRow
 from papaya.secagg.words import WORD
 from papaya.server.admin.views import TaskDetail, TaskView
-from papaya.verifiable_log.note import LOG_SIGNATURE, SignerKey
+from papaya.server.public_log import own_key
 
 POINTS = (
     PointRow(0, 100.0, 0, 0, 0.0, 7.6, 2000.0),
@@ -336,11 +336,11 @@ def test_the_copy_of_the_task_has_the_settings_of_the_run(
 
 
 def test_devices_believe_the_log_and_sums_of_the_goal(tmp_path: Path) -> None:
-    key = SignerKey("log.example/1", bytes(32), LOG_SIGNATURE).verifier
-    (tmp_path / "log.key.pub").write_text(f"{key}\n")
+    """The key exists before the server has started its TSA: devices start before that."""
     write_trust(tmp_path / "trust.toml", tmp_path, "127.0.0.1:8750", 10)
     policy = read_policy(tmp_path / "trust.toml")
-    assert policy.log_key == str(key)
+    assert policy.log_key == (tmp_path / "log.key.pub").read_text().strip()
+    assert policy.log_key == str(own_key(tmp_path).verifier)
     assert policy.log_url == "http://127.0.0.1:8750/v1/log"
     assert policy.accepts("software")
     assert policy.minimum_threshold == 10
