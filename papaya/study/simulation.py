@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
@@ -95,15 +96,24 @@ class TextTable:
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
 
-    def frame(self) -> pandas.DataFrame:
+    def frame(self, save: Callable[[Path], object] | None = None) -> pandas.DataFrame:
+        """As a DataFrame. Without pandas the results would be lost when a script ends with the
+        error, so `save` first writes them into a new folder (default: this table).
+        """
         try:
             import pandas
         except ImportError as error:
+            folder = Path(mkdtemp(prefix="papaya-"))
+            (save or self._save)(folder)
             raise OperatorError(
-                "a DataFrame needs pandas, which is not installed",
-                hint="pip install 'papaya-fl[data]'",
+                f"a DataFrame needs pandas, which is not installed; the results are in {folder}",
+                hint="pip install 'papaya-fl[data]'; after make demo: .venv/bin/pip install "
+                "'papaya-fl[data]', or make install",
             ) from error
         return pandas.DataFrame(self.rows, columns=list(self.columns))
+
+    def _save(self, folder: Path) -> None:
+        self.write_csv(folder / "table.csv")
 
     def write_csv(self, path: Path) -> None:
         with path.open("w", newline="") as file:
@@ -125,12 +135,12 @@ class SimulatedRun:
     @cached_property
     def history(self) -> pandas.DataFrame:
         """A row for each evaluated version: time, counts, loss and metrics."""
-        return history_table(self.result).frame()
+        return history_table(self.result).frame(self.save)
 
     @cached_property
     def clients(self) -> pandas.DataFrame:
         """A row for each client of the data: how often it was counted, and its loss and metrics."""
-        return self.clients_table.frame()
+        return self.clients_table.frame(self.save)
 
     @cached_property
     def model(self) -> dict[str, torch.Tensor]:

@@ -69,6 +69,22 @@ def test_a_task_of_a_notebook_gives_the_numbers_of_its_file(tmp_path: Path) -> N
         papaya.sweep(task, clients, vary={"K": (2, 3)}, jobs=2, **SMALL)
 
 
+def test_a_run_is_kept_if_pandas_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = papaya.simulate(EXAMPLE, some_clients(), **SMALL)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "pandas", None)
+        with pytest.raises(OperatorError, match="needs pandas") as refused:
+            _ = run.history
+    (folder,) = tmp_path.glob("papaya-*")
+    assert str(refused.value).endswith(f"the results are in {folder}")
+    assert ".venv/bin/pip install 'papaya-fl[data]'" in refused.value.hint
+    assert len((folder / "curve.csv").read_text().splitlines()) == 1 + len(run.history)
+    assert (folder / "model.safetensors").exists()
+
+
 def test_a_run_of_clients_in_memory_can_be_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
