@@ -133,7 +133,7 @@ def utilization(samples: list[DemoSample], concurrency: int) -> float:
 
 
 def start_s(samples: list[DemoSample]) -> float | None:
-    """Seconds from the submission to the first active device; None if there was none."""
+    """Seconds from the submission to the first active device; None if none was seen."""
     return next((sample.seconds for sample in samples if sample.active or sample.trips), None)
 
 
@@ -416,9 +416,9 @@ def text_of(summary: Summary) -> str:
 
 def _start(summary: Summary) -> str:
     """What a slow start of the devices took from the time of training."""
-    if summary.start_s is None:
-        return ", and no device was active"
-    if summary.start_s <= _SLOW_START_S:
+    if not summary.trips:
+        return ", too short for the first update (this machine is busy, or --minutes is small)"
+    if summary.start_s is None or summary.start_s <= _SLOW_START_S:
         return ""
     return f", of which devices needed {summary.start_s:.0f} s to start (this machine is busy)"
 
