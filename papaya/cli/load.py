@@ -31,7 +31,7 @@ from papaya.cli.admin_client import (
     client_for,
     task_path,
 )
-from papaya.cli.client.client import SERVER, require_aiohttp
+from papaya.cli.client.client import SERVER, require_aiohttp, rerouted_uploads
 from papaya.cli.output import (
     Commands,
     Progress,
@@ -428,9 +428,7 @@ def _in_words(report: LoadReport) -> str:
         f"{report.counted_per_s:,.1f} per second; {report.unanswered:,} requests unanswered"
     )
     if report.rerouted:
-        reasons = ", ".join(f"{n:,} {why.replace('_', ' ')}" for why, n in report.rerouted.items())
-        uploads = plural(sum(report.rerouted.values()), "direct upload")
-        summary += f"; {uploads} went on through a selector: {reasons}"
+        summary += f"; {rerouted_uploads(report.rerouted)}"
     header = ("request", "count", "p50 ms", "p90 ms", "p99 ms", "max ms")
     tables = (table(("ending", "visits", "reason"), outcomes), table(header, times))
     return "\n\n".join((summary, *tables))

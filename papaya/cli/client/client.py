@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -391,11 +391,7 @@ class Printer:
         endings = ", ".join(f"{count:,} {ending}" for ending, count in self._endings.most_common())
         note(f"{visits}: {endings}" if endings else visits)
         if self._rerouted:
-            reasons = ", ".join(
-                f"{n:,} {why.replace('_', ' ')}" for why, n in self._rerouted.most_common()
-            )
-            uploads = plural(self._rerouted.total(), "direct upload")
-            note(f"{uploads} went on through a selector: {reasons}")
+            note(rerouted_uploads(self._rerouted))
 
     def _on_rerouted(self, event: UploadRerouted) -> None:
         """Each reason once: servers choose the address."""
@@ -411,6 +407,13 @@ class Printer:
         if text not in self._noted:
             self._noted.add(text)
             note(text)
+
+
+def rerouted_uploads(by_reason: Mapping[str, int]) -> str:
+    """How many direct uploads failed and why, the most frequent reason first."""
+    counts = Counter(by_reason)
+    reasons = ", ".join(f"{n:,} {why.replace('_', ' ')}" for why, n in counts.most_common())
+    return f"{plural(counts.total(), 'direct upload')} went on through a selector: {reasons}"
 
 
 def _shown_ending(ended: VisitEnded) -> str:
