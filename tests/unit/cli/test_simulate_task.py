@@ -9,6 +9,8 @@ import json
 import signal
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from msgspec import structs
 from papaya.cli.main import main
 from papaya.cli.simulate.task import summary
 from papaya.config import AsyncFL, SyncFL
+from papaya.study.checkpoint import Checkpoints, LearningState
 from papaya.study.run import RunResult
 
 TASK = """
@@ -486,17 +489,28 @@ main(sys.argv[1:])
 """
 
 
-def test_a_killed_run_resumes_with_the_same_numbers(own: list[str], tmp_path: Path) -> None:
-    """SIGKILL when there are three checkpoints; then the same command."""
+def test_a_killed_run_resumes_with_the_same_numbers(
+    own: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL after the third checkpoint; then the same command, which goes on from there."""
     arguments = [*own, "--updates", "400", "--evaluations", "5", "--population", "1e5"]
     arguments += ["--checkpoint-every", "0", "--output"]
     command = [sys.executable, "-c", KILLED, "simulate", *arguments, str(tmp_path / "killed")]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     assert list((tmp_path / "killed").glob("resume/*.checkpoint"))
     assert not (tmp_path / "killed" / "model.safetensors").exists()
+    offered: Counter[Path] = Counter()
+    save = Checkpoints.save_if_due
+
+    def counted(self: Checkpoints, make: Callable[[], LearningState]) -> None:
+        offered[self.path.parent.parent] += 1
+        save(self, make)
+
+    monkeypatch.setattr(Checkpoints, "save_if_due", counted)
     for folder in ("killed", "whole"):
         assert main(["simulate", *arguments, str(tmp_path / folder)]) == 0
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
+    assert offered[tmp_path / "whole"] - offered[tmp_path / "killed"] == 3
 
 
 def test_a_table_is_shared_out(
