@@ -90,6 +90,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
     StopRule: {
         "versions": "End at exactly this version.",
         "hours": "End this many hours after submission.",
+        "training_hours": "End this many hours after the first version.",
         "target_loss": "End when an evaluation's mean loss per example is at or below this.",
         "patience": "End after this many evaluations in a row without a better loss.",
         "target_metric": "End when the mean of a metric, or the perplexity, reaches this.",

@@ -22,6 +22,7 @@ class StopRule(Struct, frozen=True, kw_only=True):
 
     versions: int | None = None
     hours: float | None = None
+    training_hours: float | None = None
     target_loss: float | None = None
     patience: int | None = None
     target_metric: MetricTarget | None = None
@@ -32,13 +33,15 @@ class StopRule(Struct, frozen=True, kw_only=True):
             value = getattr(self, field)
             if value is not None:
                 require_count(f"stop.{field}", value)
-        require(
-            self.hours is None or (math.isfinite(self.hours) and self.hours > 0),
-            "stop.hours",
-            self.hours,
-            "must be finite and above zero",
-            "leave it out to run without a time limit",
-        )
+        for field in ("hours", "training_hours"):
+            limit = getattr(self, field)
+            require(
+                limit is None or (math.isfinite(limit) and limit > 0),
+                f"stop.{field}",
+                limit,
+                "must be finite and above zero",
+                "leave it out to run without a time limit",
+            )
         require(
             self.target_loss is None or math.isfinite(self.target_loss),
             "stop.target_loss",

@@ -287,12 +287,15 @@ def verdict(
     now: float,
     losses: Sequence[float],
     metrics: Mapping[str, float] | None = None,
+    first_version: float | None = None,
 ) -> str | None:
     """Why the task ends now, or None. The aggregator enforces the number of versions.
 
     `losses`: one for each evaluation since the task began or was rolled back, oldest first;
-    `metrics`: of the last one. Hours count from the submission, pauses included. Results are not
-    smoothed: a single good evaluation reaches a target.
+    `metrics`: of the last one. `first_version`: when the first version after version 0 was made;
+    None if there is none. `hours` count from the submission, `training_hours` from the first
+    version (docs/adr/0097), pauses included. Results are not smoothed: a single good evaluation
+    reaches a target.
     """
     if rule.target_loss is not None and losses and losses[-1] <= rule.target_loss:
         return f"loss {losses[-1]:.4g} has reached the target of {rule.target_loss:g}"
@@ -304,6 +307,9 @@ def verdict(
         return f"no improvement on loss {min(losses):.4g} in {rule.patience} evaluations"
     if rule.hours is not None and now >= submitted + 3600 * rule.hours:
         return f"reached the limit of {rule.hours:g} hours"
+    limit = rule.training_hours
+    if limit is not None and first_version is not None and now >= first_version + 3600 * limit:
+        return f"reached the limit of {limit:g} hours since the first version"
     return None
 
 

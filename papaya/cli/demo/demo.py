@@ -48,6 +48,7 @@ from papaya.cli.demo.show import (
     DemoSample,
     Onlooker,
     Summary,
+    after_warm_up,
     draw,
     perplexities,
     summarize,
@@ -86,7 +87,7 @@ _MOST_PROCESSES = 3
 _DEVICES_IN_A_PROCESS = 16
 _LOOK_S = 0.5
 _GLANCES = 5  # looks at the server's disk between two polls, to find a sum of few clients
-_PATIENCE_S = 180.0  # beyond --minutes: to start, and to evaluate the last version
+_PATIENCE_S = 180.0  # beyond --minutes: for the first version, and again from there to the end
 _DOCUMENTATION = Path("pydoc_data", "topics.py")
 _EVALUATE_UPDATES = 50
 _EXTRAS = {"aiohttp": "device", "torch": "torch", "matplotlib": "sim", "rich": "sim"}
@@ -170,7 +171,12 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=positive, metavar="M", help="minutes of training")
+    parser.add_argument(
+        "--minutes",
+        type=positive,
+        metavar="M",
+        help="minutes of training, counted from the first version",
+    )
     parser.add_argument(
         "--versions",
         type=whole(1),
@@ -367,7 +373,7 @@ def _train(
         )
     compiling = "" if engine == "torch" else "; compiling the task takes longer, once"
     with telling(f"submitting the task (importing PyTorch takes a few seconds{compiling})"):
-        # The time of training counts from the submission, so devices start before that.
+        # Devices start meanwhile, so that the first version is not late.
         processes.start("submit", "task", "submit", *prepared.submit, *owner, *settings)
         import_module("matplotlib.figure")  # takes a second, which would be lost later
         if engine == "executorch":
@@ -416,7 +422,7 @@ def _goal(options: DemoOptions, regime: AsyncFL | SyncFL) -> int:
 def _settings(options: DemoOptions, goal: int) -> list[str]:
     """Options of `papaya task submit` for the size and the time of this run."""
     settings: dict[str, float] = {
-        "stop.hours": options.minutes / 60,
+        "stop.training_hours": options.minutes / 60,
         "evaluation.every_versions": max(1, round(_EVALUATE_UPDATES / goal)),
         "evaluation.clients": max(1, options.devices // 3),
     }
@@ -455,11 +461,12 @@ def _processes(devices: int) -> int:
     return min(_MOST_PROCESSES, math.ceil(devices / _DEVICES_IN_A_PROCESS))
 
 
-def _done(options: DemoOptions, detail: TaskDetail) -> float:
+def _done(options: DemoOptions, samples: list[DemoSample], detail: TaskDetail) -> float:
     """The share of the training that is done."""
     if detail.task.state != "running":
         return 1.0
-    by_time = (time.time() - detail.task.submitted) / (60 * options.minutes)
+    warm = after_warm_up(samples)
+    by_time = (warm[-1].seconds - warm[0].seconds) / (60 * options.minutes) if warm else 0.0
     by_version = 0.0 if options.versions is None else detail.task.version / options.versions
     return max(by_time, by_version)
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
 import numpy as np
 from msgspec import Struct
@@ -90,13 +90,20 @@ class DemoSample(NamedTuple):
     version: int
 
 
+Budget: TypeAlias = Callable[[list[DemoSample], TaskDetail], float]
+"""Returns the share of the run that is done."""
+
+
 class DemoRecorder(Show):
-    """Records a sample at each poll; raises if the run takes too long."""
+    """Records a sample at each poll; raises if the first version takes longer than `patience_s`,
+    or all others together do.
+    """
 
     def __init__(self, client: AdminClient, show: View, patience_s: float) -> None:
         self.samples: list[DemoSample] = []
         self._client = client
         self._show = show
+        self._patience_s = patience_s
         self._deadline = time.monotonic() + patience_s
 
     def update(self, detail: TaskDetail) -> None:
@@ -112,6 +119,8 @@ class DemoRecorder(Show):
             trips = reading(text, "papaya_task_trips_total", task.task)
             updates = reading(text, "papaya_task_buffer_updates", task.task)
             seconds = time.time() - task.submitted
+            if task.version > 0 and not after_warm_up(self.samples):
+                self._deadline = time.monotonic() + self._patience_s
             self.samples.append(DemoSample(seconds, active, trips, updates, task.version))
         self._show.update(self.samples, detail)
 
@@ -130,11 +139,6 @@ def utilization(samples: list[DemoSample], concurrency: int) -> float:
     """The mean share of slots that were active, after the warm-up."""
     warm = after_warm_up(samples)
     return sum(sample.active for sample in warm) / concurrency / max(1, len(warm))
-
-
-def start_s(samples: list[DemoSample]) -> float | None:
-    """Seconds from the submission to the first active device; None if none was seen."""
-    return next((sample.seconds for sample in samples if sample.active or sample.trips), None)
 
 
 def made_by_clients(points: Sequence[PointRow]) -> list[PointRow]:
@@ -164,8 +168,7 @@ class View(AbstractContextManager["View"]):
         return None
 
 
-def view_for(budget: Callable[[TaskDetail], float], stream: TextIO | None = None) -> View:
-    """`budget` returns the share of the run that is done."""
+def view_for(budget: Budget, stream: TextIO | None = None) -> View:
     stream = sys.stderr if stream is None else stream
     return LiveView(budget, stream) if stream.isatty() else LineView(stream)
 
@@ -203,7 +206,7 @@ class LineView(View):
 class LiveView(View):
     """Redraws a few lines in place and removes them at the end, before the summary."""
 
-    def __init__(self, budget: Callable[[TaskDetail], float], stream: TextIO) -> None:
+    def __init__(self, budget: Budget, stream: TextIO) -> None:
         from rich.console import Console
         from rich.live import Live
 
@@ -222,7 +225,7 @@ class LiveView(View):
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        done = self._budget(detail)
+        done = self._budget(samples, detail)
         bar, numbers = Table.grid(), Table.grid(padding=(0, 2))
         bar.add_row(ProgressBar(total=1.0, completed=min(1.0, done), width=_BAR))
         curves = _curves(samples, detail)
@@ -308,8 +311,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     devices: int
     concurrency: int
     aggregation_goal: int
-    seconds: float
-    start_s: float | None  # until the first device was active; part of `seconds`
+    start_s: float  # from the submission to the first version
+    seconds: float  # from the first version to the end
     version: int
     versions_per_minute: float
     perplexity: dict[int, float]  # of each evaluated version
@@ -317,6 +320,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     trips: int  # complete uploads, whether they were counted or not
     counted: int
     utilization: float  # share of the slots, after the warm-up
+    looks: int  # number of samples in `utilization`
     mean_staleness: float
     threshold: int | None  # fewest clients in a sum that the server saw; None: every update
     masked_sample: MaskedSample | None
@@ -356,6 +360,7 @@ def summarize(
 ) -> Summary:
     task, plan = detail.task, detail.config.evaluation
     made = made_by_clients(points)
+    first = made[0].created if made else task.ended
     counted = sum(point.members for point in made)
     model, plot, metrics = map(str, files)
     return Summary(
@@ -364,8 +369,8 @@ def summarize(
         devices=devices,
         concurrency=task.concurrency,
         aggregation_goal=task.aggregation_goal,
-        seconds=task.ended - task.submitted,
-        start_s=start_s(samples),
+        start_s=first - task.submitted,
+        seconds=task.ended - first,
         version=task.version,
         versions_per_minute=versions_per_minute(made, over_s=0.0) or 0.0,
         perplexity={version: found for _, version, found in perplexities(task.submitted, points)},
@@ -374,6 +379,7 @@ def summarize(
         trips=max([counted, *(sample.trips for sample in samples)]),
         counted=counted,
         utilization=utilization(samples, task.concurrency),
+        looks=len(after_warm_up(samples)),
         mean_staleness=mean_staleness(made),
         threshold=detail.config.threshold,
         masked_sample=masked_sample,
@@ -415,12 +421,10 @@ def text_of(summary: Summary) -> str:
 
 
 def _start(summary: Summary) -> str:
-    """What a slow start of the devices took from the time of training."""
-    if not summary.trips:
-        return ", too short for the first update (this machine is busy, or --minutes is small)"
-    if summary.start_s is None or summary.start_s <= _SLOW_START_S:
+    """How long a slow start took, which is not part of the time of training."""
+    if summary.start_s <= _SLOW_START_S:
         return ""
-    return f", of which devices needed {summary.start_s:.0f} s to start (this machine is busy)"
+    return f", after {summary.start_s:.0f} s to the first version (this machine is busy)"
 
 
 def _rate(versions_per_minute: float) -> str:

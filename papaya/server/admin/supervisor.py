@@ -288,7 +288,9 @@ class Supervisor:
         evaluated = [p for v, p in sorted(points.items()) if v >= restarted and p.loss is not None]
         losses = [p.loss for p in evaluated if p.loss is not None]
         metrics = evaluations.metrics_of(evaluated[-1]) if evaluated else {}
-        why = verdict(rule, row.submitted, self._now(), losses, metrics)
+        # The row of a version is deleted after a while; its point stays.
+        first = next((p.created for v, p in sorted(points.items()) if v > 0), None)
+        why = verdict(rule, row.submitted, self._now(), losses, metrics, first)
         if rule.versions is not None and newest >= rule.versions:
             why = f"version {rule.versions} is reached"
         if why is not None:

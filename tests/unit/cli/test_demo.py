@@ -30,7 +30,6 @@ from papaya.cli.demo.show import (
     happening,
     perplexities,
     reading,
-    start_s,
     summarize,
     telling,
     text_of,
@@ -161,7 +160,9 @@ def test_the_summary_is_what_was_measured() -> None:
     summary = a_summary()
     assert summary.perplexity == {0: 2000.0, 2: 1000.0, 3: 100.0}
     assert summary.has_learned
-    assert (summary.version, summary.counted, summary.seconds) == (3, 30, 45.0)
+    assert (summary.version, summary.counted) == (3, 30)
+    assert (summary.start_s, summary.seconds) == (10.0, 35.0)
+    assert summary.looks == 2
     assert summary.trips == 30  # the last look at the aggregator was before version 3
     assert summary.mean_staleness == 2.0
     text = text_of(summary)
@@ -174,18 +175,22 @@ def test_the_summary_is_what_was_measured() -> None:
     assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary
 
 
-def test_the_result_says_how_long_devices_needed_to_start() -> None:
-    slow = a_summary()
-    assert slow.start_s == 11.0
+def test_the_result_says_how_long_a_slow_start_took() -> None:
+    soon = a_summary()
+    assert text_of(soon).splitlines()[0].endswith("35 s of training")
+    slow = msgspec.structs.replace(soon, start_s=31.0)
     head = text_of(slow).splitlines()[0]
-    assert head.endswith(
-        "45 s of training, of which devices needed 11 s to start (this machine is busy)"
-    )
-    soon = msgspec.structs.replace(slow, start_s=10.0)
-    assert text_of(soon).splitlines()[0].endswith("45 s of training")
-    assert start_s(SAMPLES[:1]) is None
-    never = msgspec.structs.replace(slow, start_s=None, trips=0)
-    assert text_of(never).splitlines()[0].endswith("(this machine is busy, or --minutes is small)")
+    assert head.endswith("35 s of training, after 31 s to the first version (this machine is busy)")
+
+
+def test_the_time_of_training_counts_from_the_first_version() -> None:
+    options = demo.DemoOptions(minutes=0.5)
+    assert f"stop.training_hours={0.5 / 60}" in demo._settings(options, 10)
+    running = msgspec.structs.replace(a_detail().task, state="running")
+    detail = msgspec.structs.replace(a_detail(), task=running)
+    assert demo._done(options, SAMPLES[:1], detail) == 0.0, "devices start"
+    assert demo._done(options, SAMPLES, detail) == 2 / 30
+    assert demo._done(options, SAMPLES, a_detail()) == 1.0, "it has ended"
 
 
 def test_one_version_has_no_rate() -> None:
@@ -269,7 +274,7 @@ class Terminal(io.StringIO):
 def test_a_terminal_has_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     stream = Terminal()
-    with view_for(lambda detail: 0.5, stream) as view:
+    with view_for(lambda samples, detail: 0.5, stream) as view:
         view.update(SAMPLES, a_detail())
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     for words in ("AsyncFL, evaluating", "perplexity", "100", "█", "utilization", "88 %"):

@@ -23,6 +23,14 @@ def test_hours_count_from_the_submission() -> None:
     assert verdict(rule, 1000.0, 1000.0 + 7200, ()) == "reached the limit of 2 hours"
 
 
+def test_training_hours_count_from_the_first_version() -> None:
+    rule = StopRule(training_hours=2)
+    assert verdict(rule, 1000.0, 1e12, ()) is None, "there is no version"
+    assert verdict(rule, 1000.0, 5000.0 + 7199, (), first_version=5000.0) is None
+    why = verdict(rule, 1000.0, 5000.0 + 7200, (), first_version=5000.0)
+    assert why == "reached the limit of 2 hours since the first version"
+
+
 def test_the_last_evaluation_must_reach_the_target() -> None:
     rule = StopRule(target_loss=2.0)
     assert verdict(rule, 0.0, 1.0, ()) is None

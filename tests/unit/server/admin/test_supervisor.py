@@ -273,6 +273,36 @@ def test_patience_starts_anew_after_a_rollback(tmp_path: Path) -> None:
     assert asyncio.run(states(restarts=True)) == "running"
 
 
+def test_training_hours_count_from_the_first_version_even_when_its_row_is_deleted(
+    tmp_path: Path,
+) -> None:
+    config = structs.replace(TASK, stop=StopRule(training_hours=1.0))
+
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit(config)
+            system.time += 7200.0
+            await system.turn()
+            assert task_row(system, "next-word").state == "running", "devices were late"
+            first = system.time
+            version(system, "next-word", 1, b"")
+            await system.turn()
+            system.time += 1800.0
+            version(system, "next-word", 2, b"")
+            system.change(Transaction(delete=(version_key("next-word", 1),)))
+            await system.turn()
+            system.time = first + 3599.0
+            await system.turn()
+            assert task_row(system, "next-word").state == "running"
+            system.time = first + 3600.0
+            await system.turn()
+            row = task_row(system, "next-word")
+            assert row.state == "completed"
+            assert row.why == "reached the limit of 1 hours since the first version"
+
+    asyncio.run(test())
+
+
 def test_a_cancelled_task_takes_its_evaluation_with_it(tmp_path: Path) -> None:
     async def test() -> None:
         async with a_system(tmp_path) as system:
