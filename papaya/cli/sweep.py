@@ -35,6 +35,7 @@ from papaya.cli.simulate.task import lines, scale_rows
 from papaya.errors import OperatorError
 from papaya.sim.report import percent
 from papaya.study.lab import LabStep
+from papaya.study.run_warnings import ended_early_in_sweep, ignored_settings
 from papaya.study.sweep import (
     FIELDS,
     VARIABLES,
@@ -160,6 +161,8 @@ def run(options: SweepOptions) -> int:
     prepared = prepare(plan.workload, plan.population)
     folder = make_folder(options.output)
     note(prepared.about)
+    for warning in ignored_settings(prepared.task):
+        note(f"warning: {warning}")
     with writing(folder), resumable(), Progress() as progress:
         outcomes = sweep(
             plan,
@@ -169,8 +172,8 @@ def run(options: SweepOptions) -> int:
             prepared,
             options.ray,
         )
-    if any(not outcome.versions and outcome.curve.diverged is None for outcome in outcomes):
-        note("warning: some runs made no server update, so they did not train: raise --hours")
+    for warning in ended_early_in_sweep(outcomes):
+        note(f"warning: {warning}")
     asked = ("regime", *plan.vary)
     rows = rows_of(outcomes, varied_in(rows_of(outcomes, asked), asked))
     varied = varied_in(rows, asked)

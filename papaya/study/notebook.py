@@ -24,6 +24,7 @@ clients train with PyTorch's operators (`eager`) or with compiled code, as `--st
 from __future__ import annotations
 
 import reprlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,12 @@ from papaya.study.data.source import Memory, Source
 from papaya.study.data.tables import table_source
 from papaya.study.lab import LabStep
 from papaya.study.run import RunResult
+from papaya.study.run_warnings import (
+    before_run,
+    ended_early,
+    ended_early_in_sweep,
+    ignored_settings,
+)
 from papaya.study.simulation import (
     SimulatedRun,
     TextTable,
@@ -126,10 +133,13 @@ def simulate(
     resume = None
     if output is not None and not isinstance(task, Task):
         resume = Path(output) / "resume"
+    _warn(before_run(prepared.task, run))
     with _telling(progress) as tell:
         simulated = simulate_run(
             run, prepared, processes=processes, ray=ray, resume=resume, tell=tell
         )
+    if (early := ended_early(simulated.result)) is not None:
+        _warn([early])
     if output is not None:
         simulated.save(output)
     if resume is not None:
@@ -175,6 +185,7 @@ def sweep(
             "other processes cannot load a Task that is defined in a notebook",
             hint="write the task to a file, or use jobs=1",
         )
+    _warn(ignored_settings(prepared.task))
     with _folder(output) as folder, _telling(progress) as tell:
         spec = _for_processes(prepared, folder) if jobs > 1 else prepared.spec
         plan = Plan(
@@ -189,6 +200,7 @@ def sweep(
             population=_population(population),
         )
         outcomes = run_sweep(plan, folder, jobs, lambda step: tell(*_shown(step)), prepared, ray)
+    _warn(ended_early_in_sweep(outcomes))
     return SweepResult(prepared.task.task, tuple(outcomes), ("regime", *vary))
 
 
@@ -229,6 +241,12 @@ class SweepResult:
 
 
 _NOT_COLUMNS = ("label", "setting", "outcomes")
+
+
+def _warn(texts: Iterable[str]) -> None:
+    """Python warnings, which name the line that called `simulate` or `sweep`."""
+    for text in texts:
+        warnings.warn(text, stacklevel=3)
 
 
 # -- what is given -------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from papaya.study.fairness import Distance
 from papaya.study.precision import LEAST_UPDATES
 from papaya.study.run import FleetSummary, Run, RunResult
 from papaya.study.run_file import differences, other_versions, prepared_again, read_run_file
+from papaya.study.run_warnings import before_run, ended_early
 from papaya.study.simulation import (
     CHECKPOINT_S,
     SimulatedRun,
@@ -64,14 +65,6 @@ def run_task(options: SimulateOptions) -> int:
     note(f"a median device takes {seconds:g} s per example (--seconds-per-example)")
     for warning in run.recording_plan.task.warnings():
         note(f"warning: {warning}")
-    rule = structs.asdict(prepared.task.stop).items()
-    if ignored := ", ".join(f"stop.{field}" for field, value in rule if value is not None):
-        note(f"warning: a simulation ignores {ignored}: it ends by --updates or --hours")
-    if (goal := run.recording_plan.task.aggregation_goal) > run.updates:
-        note(
-            f"warning: the run continues until {goal:,} client updates, because one "
-            "server update needs that many"
-        )
     simulated = _simulated(run, prepared, options, folder)
     _show(simulated, options, folder)
     return 0
@@ -111,6 +104,8 @@ def _simulated(
     run: Run, prepared: Prepared, options: SimulateOptions, folder: Path
 ) -> SimulatedRun:
     every_s = options.checkpoint_every
+    for warning in before_run(prepared.task, run):
+        note(f"warning: {warning}")
     with writing(folder), _resumes(), Progress() as progress:
         return simulate_run(
             run,
@@ -134,10 +129,9 @@ def _resumes() -> Iterator[None]:
 
 def _show(simulated: SimulatedRun, options: SimulateOptions, folder: Path) -> None:
     learnt = simulated.result
-    run = learnt.run
-    if not learnt.versions and learnt.curve.diverged is None:
-        hours = f"{run.recording_plan.hours:g} virtual hours"
-        note(f"warning: the model was not trained: no server update in {hours}; raise --hours")
+    early = ended_early(learnt)
+    if early is not None and learnt.curve.diverged is None:
+        note(f"warning: {early}")
     with writing(folder):
         written = simulated.save(folder)
     forget(folder / "resume")
@@ -146,11 +140,10 @@ def _show(simulated: SimulatedRun, options: SimulateOptions, folder: Path) -> No
     else:
         print_data(summary(learnt))
     note("\n" + "\n".join(map(str, written)))
-    if learnt.curve.diverged is not None:
-        used = setting_of(run)
+    if early is not None and learnt.curve.diverged is not None:
+        used = setting_of(learnt.run)
         raise Diverged(
-            f"the model diverged after version {learnt.versions}, the last one evaluated: "
-            f"{learnt.curve.diverged}",
+            early,
             hint=f"lower --client-rate ({used['client_rate']:g}) or --server-rate "
             f"({used['server_rate']:g})",
         )

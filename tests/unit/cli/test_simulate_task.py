@@ -249,12 +249,28 @@ def test_a_run_that_is_too_short_says_so_and_what_it_ignores(
     stop = ("--set", "stop.versions=3", "--set", "stop.hours=2")
     assert simulate(own, tmp_path, "--hours", "0.002", *stop) == 0
     out, err = capsys.readouterr()
-    assert "a simulation ignores stop.versions, stop.hours: it ends by --updates" in err
-    assert "warning: the model was not trained: no server update in 0.002 virtual hours" in err
+    warnings = [line for line in err.splitlines() if line.startswith("warning: ")]
+    assert warnings == [
+        "warning: a simulation ignores stop.versions, stop.hours: it ends by updates or hours",
+        "warning: the model was not trained: no server update in 0.002 virtual hours; raise hours",
+    ]
     assert "staleness –" in out
     assert "staleness 0" not in out
     fleet = msgspec.json.decode((tmp_path / "report.json").read_bytes())["learning"]["fleet"]
     assert fleet["mean_staleness"] is None
+    assert main(["simulate", "--rerun", str(tmp_path)]) == 0
+    again = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert again == warnings
+
+
+def test_a_sweep_says_what_it_ignores_and_which_runs_ended_early(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["sweep", *own, "--output", str(tmp_path / "out"), "--vary", "client_rate=0.1,0.2"]
+    assert main([*given, "--set", "stop.versions=3", "--hours", "0.002", "--jobs", "1"]) == 0
+    err = capsys.readouterr().err
+    assert "warning: a simulation ignores stop.versions: it ends by updates or hours" in err
+    assert "warning: 2 of 2 runs made no server update and did not train; raise hours" in err
 
 
 def test_a_run_that_diverges_has_neither_loss_nor_clip(

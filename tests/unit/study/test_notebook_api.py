@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 import papaya
 from papaya.cli.main import main
+from papaya.config import StopRule
 from papaya.errors import OperatorError, PapayaError
 from papaya.learning.task import load_task
 from papaya.study.data.source import Memory
@@ -92,6 +95,26 @@ def test_a_run_of_clients_in_memory_can_be_repeated(
     again = ["simulate", "--rerun", str(tmp_path / "one" / "run.json")]
     assert main([*again, "--output", str(tmp_path / "two")]) == 0
     assert "the same numbers" in capsys.readouterr().err
+
+
+def test_a_run_that_does_less_than_asked_warns() -> None:
+    task = structs.replace(load_task(Path(EXAMPLE)).task, stop=StopRule(versions=3))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        run = papaya.simulate(task, some_clients(), hours=0.03, **SMALL)
+    counted = run.result.updates
+    assert [str(each.message) for each in caught] == [
+        "a simulation ignores stop.versions: it ends by updates or hours",
+        f"the run ended after 0.03 virtual hours, with {counted} of 60 client updates; raise hours",
+    ]
+    assert 0 < counted < 60
+    assert {each.filename for each in caught} == {__file__}
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        papaya.sweep(task, some_clients(), vary={"K": (4,)}, hours=0.001, **SMALL)
+    assert [str(each.message) for each in caught] == [
+        "a simulation ignores stop.versions: it ends by updates or hours",
+        "1 of 1 run made no server update and did not train; raise hours",
+    ]
+    assert {each.filename for each in caught} == {__file__}
 
 
 def test_a_sweep_has_a_row_for_each_setting(tmp_path: Path) -> None:
