@@ -33,7 +33,7 @@ ALLOWED: tuple[str, ...] = (
     "random.Random",
     # Structs, and a parser of bytes.
     *("msgspec.Struct", "msgspec.Meta", "msgspec.field", "msgspec.convert", "msgspec.to_builtins"),
-    *("msgspec.UNSET", "msgspec.UnsetType"),
+    *("msgspec.StructMeta", "msgspec.UNSET", "msgspec.UnsetType"),
     *("msgspec.MsgspecError", "msgspec.DecodeError", "msgspec.ValidationError"),
     *("msgspec.json", "msgspec.msgpack", "msgspec.structs"),
     # Arithmetic; see REFUSED for the rest.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
-from typing import Final, SupportsFloat, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, SupportsFloat, get_args, get_type_hints
 
-from msgspec import Struct, structs
+from msgspec import Struct, StructMeta, structs
 
 from papaya.errors import ConfigError
 
 MAX_COUNT = 2**31
+FIELDS_LISTED: Final = "docs/configuration.md lists every field of TaskConfig"
 _NUMBER: Final = re.compile(r"[+-]?[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?")
 
 
@@ -78,6 +79,34 @@ def require_positive_s(field: str, value: float) -> None:
     )
 
 
+def unknown_setting(
+    problem: str, name: str, known: Sequence[str], listed: str = FIELDS_LISTED
+) -> ConfigError:
+    """An error whose hint has the setting that was probably meant, and where all are listed."""
+    # People leave the group out: versions is stop.versions.
+    meant = [each for each in known if each.endswith(f".{name}")]
+    meant += get_close_matches(name, known, n=1)
+    return ConfigError(problem, hint=f"did you mean {meant[0]}? {listed}" if meant else listed)
+
+
+class _SettingsMeta(StructMeta):
+    """Refuses unknown fields at construction; structs themselves raise a bare TypeError."""
+
+    if not TYPE_CHECKING:  # type checkers take the signature from the fields
+
+        def __call__(cls, *values: Any, **fields: Any) -> Any:
+            for name in fields:
+                if name not in cls.__struct_fields__:
+                    given = f"{cls.__name__}({name}={fields[name]!r:.40})"
+                    problem = f"{given}: there is no setting {name}"
+                    raise unknown_setting(problem, name, cls.__struct_fields__)
+            return super().__call__(*values, **fields)
+
+
+class Settings(Struct, frozen=True, metaclass=_SettingsMeta):
+    """The base of settings that people write in Python."""
+
+
 def require_known_fields(written: object, read: object, place: str = "") -> None:
     """Refuse fields that people have written and that were not read.
 
@@ -88,12 +117,8 @@ def require_known_fields(written: object, read: object, place: str = "") -> None
     if isinstance(written, Mapping) and isinstance(read, Mapping):
         for name, value in written.items():
             if name not in read:
-                meant = get_close_matches(str(name), map(str, read), n=1)
-                hint = f"did you mean {meant[0]}? " if meant else ""
-                raise ConfigError(
-                    f"unknown field `{name}`" + (f" - at `${place}`" if place else ""),
-                    hint=f"{hint}docs/configuration.md lists every field of TaskConfig",
-                )
+                problem = f"unknown field `{name}`" + (f" - at `${place}`" if place else "")
+                raise unknown_setting(problem, str(name), [*map(str, read)])
             require_known_fields(value, read[name], f"{place}.{name}")
     elif isinstance(written, list | tuple) and isinstance(read, list | tuple):
         for value, found in zip(written, read, strict=False):

@@ -12,9 +12,7 @@ import math
 import re
 from typing import Final, Literal, get_args
 
-from msgspec import Struct
-
-from papaya.config.checks import require, require_choice, require_count, require_numbers
+from papaya.config.checks import Settings, require, require_choice, require_count, require_numbers
 from papaya.errors import ConfigError
 from papaya.secagg.damping import KINDS, Damping
 from papaya.secagg.errors import ParametersError
@@ -63,7 +61,7 @@ def require_parameters(field: str, parameters: ExtensionParameters, *, is_built_
     )
 
 
-class Staleness(Struct, frozen=True):
+class Staleness(Settings, frozen=True):
     """The factor by which an update is damped, from its staleness s.
 
     `polynomial`: (1 + s) to the power of -`exponent`; the default is the paper's 1/√(1 + s).
@@ -110,7 +108,7 @@ class Staleness(Struct, frozen=True):
         return Damping(kind, 0.0)
 
 
-class Weighting(Struct, frozen=True):
+class Weighting(Settings, frozen=True):
     """What an update counts before it is damped.
 
     `examples`: its examples, at most `max_examples`. `equal`: 1. `capped`: its examples, at most
@@ -139,7 +137,7 @@ class Weighting(Struct, frozen=True):
 RULES: Final = ("mean", "trimmed_mean", "median", "norm_bound")
 
 
-class Aggregation(Struct, frozen=True):
+class Aggregation(Settings, frozen=True):
     """How the updates of a buffer are combined.
 
     `mean`: their weighted mean. The other rules need the single updates, which the servers store

@@ -6,7 +6,7 @@ import math
 
 from msgspec import Struct
 
-from papaya.config.checks import MAX_COUNT, require, require_count, require_numbers
+from papaya.config.checks import MAX_COUNT, Settings, require, require_count, require_numbers
 from papaya.config.metrics import MetricBounds, MetricTarget, check_metrics
 from papaya.config.privacy import EvaluationTerms
 
@@ -17,7 +17,7 @@ EVALUATION_CLIP = 2.0**13 - 1
 EVALUATION_MAX_STALENESS = 1
 
 
-class StopRule(Struct, frozen=True, kw_only=True):
+class StopRule(Settings, frozen=True, kw_only=True):
     """The task ends when the first of these is reached. With none it runs until it is cancelled."""
 
     versions: int | None = None
@@ -51,7 +51,7 @@ class StopRule(Struct, frozen=True, kw_only=True):
         )
 
 
-class EvaluationPlan(Struct, frozen=True, kw_only=True):
+class EvaluationPlan(Settings, frozen=True, kw_only=True):
     """Evaluate every `every_versions` versions on the held-out data of `clients` devices.
 
     An evaluation is a task of its own that pins one version, with the same selection and the same

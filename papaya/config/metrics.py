@@ -14,7 +14,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from papaya.config.checks import require
+from papaya.config.checks import Settings, require
 
 MAX_METRICS: Final = 16
 MAX_BOUND: Final = 1e9
@@ -75,7 +75,7 @@ def check_metrics(metrics: Sequence[MetricBounds]) -> None:
     )
 
 
-class MetricTarget(Struct, frozen=True, kw_only=True):
+class MetricTarget(Settings, frozen=True, kw_only=True):
     """A metric is good enough: at or above one value, or at or below one."""
 
     name: str

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 
-from msgspec import Struct
-
-from papaya.config.checks import MAX_COUNT, require, require_numbers
+from papaya.config.checks import MAX_COUNT, Settings, require, require_numbers
 from papaya.config.combining import ExtensionParameters, require_name, require_parameters
 
 OPTIMIZERS = ("fedavg", "fedsgd", "fedadam", "fedyogi", "fedadagrad")
 
 
-class OptimizerConfig(Struct, frozen=True):
+class OptimizerConfig(Settings, frozen=True):
     """The server optimizer. None means the default of its kind."""
 
     kind: str = "fedadam"

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from msgspec import Struct
 
-from papaya.config.checks import require, require_choice, require_count, require_numbers
+from papaya.config.checks import Settings, require, require_choice, require_count, require_numbers
 from papaya.privacy import accountant
 from papaya.secagg.parameters import MAX_DELTA, MIN_DELTA, PRIVATE_SCHEME
 
@@ -161,7 +161,7 @@ def rho_of_revisions(revisions: Sequence[PrivacyTerms]) -> float:
     return math.fsum(total)
 
 
-class PrivateEvaluation(Struct, frozen=True, kw_only=True):
+class PrivateEvaluation(Settings, frozen=True, kw_only=True):
     """Give either `share`, of all that a device can spend on the task, or `noise_multiplier`.
 
     `max_participations`: None means as often as in training.
@@ -204,7 +204,7 @@ class PrivateEvaluation(Struct, frozen=True, kw_only=True):
         )
 
 
-class Privacy(Struct, frozen=True, kw_only=True):
+class Privacy(Settings, frozen=True, kw_only=True):
     """Give either `noise_multiplier` or `epsilon`; `epsilon` is that of all participations of a
     device, in training and evaluations.
 

@@ -15,10 +15,11 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal, get_args
 
-from msgspec import Meta, Struct, structs
+from msgspec import Meta, structs
 
 from papaya.config.checks import (
     MAX_COUNT,
+    Settings,
     require,
     require_choice,
     require_count,
@@ -61,7 +62,7 @@ OverClip = Literal["refuse", "clip"]
 Durability = Literal["commit", "step"]
 
 
-class AsyncFL(Struct, frozen=True, tag="async"):
+class AsyncFL(Settings, frozen=True, tag="async"):
     """A new version after every K updates; clients never wait for each other."""
 
     aggregation_goal: int | None = None
@@ -71,7 +72,7 @@ class AsyncFL(Struct, frozen=True, tag="async"):
         require_numbers(self, "regime.")
 
 
-class SyncFL(Struct, frozen=True, tag="sync"):
+class SyncFL(Settings, frozen=True, tag="sync"):
     """Rounds of clients that all start from the current version."""
 
     over_selection: float = 0.3
@@ -80,7 +81,7 @@ class SyncFL(Struct, frozen=True, tag="sync"):
         require_numbers(self, "regime.")
 
 
-class Requirements(Struct, frozen=True):
+class Requirements(Settings, frozen=True):
     """What a device must declare to be compatible with a task.
 
     A device needs the task file (`module`), or, if the task has an `owner`, it has pinned that
@@ -110,7 +111,7 @@ class Requirements(Struct, frozen=True):
         return tuple(key for key in (self.bundle, self.program, self.frozen_file) if key)
 
 
-class SecureAggregation(Struct, frozen=True):
+class SecureAggregation(Settings, frozen=True):
     """The smallest number of clients whose sum may be revealed; None means the aggregation goal."""
 
     threshold: int | None = None
@@ -119,7 +120,7 @@ class SecureAggregation(Struct, frozen=True):
         require_numbers(self, "secure_aggregation.")
 
 
-class TaskConfig(Struct, frozen=True, kw_only=True):
+class TaskConfig(Settings, frozen=True, kw_only=True):
     """One FL task. Every field means the same in both regimes."""
 
     task: str

@@ -35,7 +35,7 @@ from papaya.config import (
     TaskConfig,
     Weighting,
 )
-from papaya.config.checks import require, require_choice, require_count, require_numbers
+from papaya.config.checks import Settings, require, require_choice, require_count, require_numbers
 from papaya.config.upload_bits import UploadBits
 from papaya.errors import ConfigError, InvariantError
 from papaya.learning.example_fields import ExampleField
@@ -61,7 +61,7 @@ def module_hash(content: bytes, frozen: bytes = b"") -> str:
     return f"{name}.{base64.b64encode(frozen[:16]).decode().rstrip('=')}"
 
 
-class Examples(Struct, frozen=True, forbid_unknown_fields=True):
+class Examples(Settings, frozen=True, forbid_unknown_fields=True):
     """Which of the device's examples to train on: a collection of its example store."""
 
     collection: str
@@ -81,7 +81,7 @@ class Examples(Struct, frozen=True, forbid_unknown_fields=True):
             require_count("examples.limit", self.limit)
 
 
-class ClientSGD(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ClientSGD(Settings, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a client trains. It trains on at most `max_examples`, which also caps its weight.
 
     The steps are those of `torch.optim`: SGD, with `momentum` and `nesterov`; Adam and AdamW, with
@@ -215,7 +215,7 @@ class ClientSGD(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return {field: value for field, value in both if value != getattr(plain, field)}
 
 
-class Metric(Struct, frozen=True, eq=False):
+class Metric(Settings, frozen=True, eq=False):
     """What an evaluation measures beside the loss. `compute(module, *batch)` returns a number for
     each example, or their mean; `low` and `high` are its bounds.
     """
@@ -293,7 +293,7 @@ _KINDS = {
 """What some fields of a Task must be."""
 
 
-class Task(Struct, frozen=True, kw_only=True, eq=False):
+class Task(Settings, frozen=True, kw_only=True, eq=False):
     """What devices train, on what, and how the server combines it.
 
     `batch`: a function, or the fields of an example (`papaya/learning/example_fields.py`).

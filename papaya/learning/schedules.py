@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 from typing import TypeAlias
 
-from msgspec import Struct
-
-from papaya.config.checks import MAX_COUNT, require, require_count
+from papaya.config.checks import MAX_COUNT, Settings, require, require_count
 
 
-class ConstantRate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="constant"):
+class ConstantRate(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="constant"):
     """The rate rises in equal parts during `warmup_steps` steps, and then stays the same."""
 
     warmup_steps: int = 0

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from papaya.config import TaskConfig
-from papaya.config.checks import require_known_fields
+from papaya.config.checks import FIELDS_LISTED, require_known_fields, unknown_setting
 from papaya.errors import ConfigError, OperatorError
 from papaya.learning.definition import ADAM_DEFAULTS, ClientSGD
 
@@ -60,11 +60,9 @@ def changed_client(client: ClientSGD, settings: Sequence[str]) -> ClientSGD:
     for setting in settings:
         field, equals, text = setting.partition("=")
         if field not in known:
-            close = get_close_matches(field, known, n=1)
-            raise ConfigError(
-                f"--set client.{setting}: there is no setting client.{field}",
-                hint=f"did you mean client.{close[0]}? {hint}" if close else hint,
-            )
+            problem = f"--set client.{setting}: there is no setting client.{field}"
+            fields = [f"{_CLIENT}{name}" for name in known]
+            raise unknown_setting(problem, f"{_CLIENT}{field}", fields, hint)
         if not equals:
             raise _without_value(f"client.{field}")
         _put(document, field, text)
@@ -92,15 +90,14 @@ def changed(config: TaskConfig, name: str | None, settings: Sequence[str]) -> Ta
     try:
         found = msgspec.convert(document, TaskConfig)
     except msgspec.ValidationError as error:
-        raise _explained(str(error), TaskConfig, settings, _HINT) from error
+        raise _explained(str(error), TaskConfig, settings, FIELDS_LISTED) from error
     try:
         require_known_fields(document, msgspec.to_builtins(found))
     except ConfigError as error:
-        raise _explained(str(error), TaskConfig, settings, _HINT) from error
+        raise _explained(str(error), TaskConfig, settings, FIELDS_LISTED) from error
     return found
 
 
-_HINT = "docs/configuration.md lists every field of TaskConfig"
 _NOT_OF_TYPE = re.compile(r"Expected `(?P<expected>.+?)`, got")
 _NOT_A_CHOICE = re.compile(r"Invalid (?:enum )?value '?(?P<value>.*?)'?(?: - at|$)")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>\w+)`")
@@ -176,13 +173,8 @@ def _tags(kind: Any) -> list[str]:
 
 def _check_known(field: str, setting: str) -> None:
     known = [n for n in _known(TaskConfig) if n not in _NOT_TO_SET and n[:10] != "evaluates."]
-    if field in known:
-        return
-    # People leave the group out: versions is stop.versions.
-    close = [name for name in known if name.endswith(f".{field}")]
-    close += get_close_matches(field, known, n=1)
-    hint = f"did you mean {close[0]}? {_HINT}" if close else _HINT
-    raise ConfigError(f"--set {setting}: there is no setting {field}", hint=hint)
+    if field not in known:
+        raise unknown_setting(f"--set {setting}: there is no setting {field}", field, known)
 
 
 def _set(document: dict[str, Any], setting: str) -> None:

@@ -27,12 +27,10 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Final
@@ -91,7 +89,6 @@ __all__ = [
 ]
 
 NO_FILE: Final = Path("<notebook>")
-_UNKNOWN_FIELD: Final = re.compile(r"Unexpected keyword argument '(\w+)'")
 _MAX_FILE_BYTES: Final = 1 << 20
 _SHOWN_BYTES: Final = 60  # of an example, in a hint
 
@@ -325,18 +322,6 @@ def _located(
         return ConfigError(f"{place}: {error}{while_trying}", hint=error.hint)
     if isinstance(error, ImportError):
         hint = "a task is one file: move what it needs into it, or install the package"
-    elif close := _meant_field(error):
-        hint = f"did you mean {close[0]}?"
     elif hint is None:
         hint = f"try: python {path}"
     return ConfigError(f"{place}: {type(error).__name__}: {error}{while_trying}", hint=hint)
-
-
-def _meant_field(error: BaseException) -> list[str]:
-    """The field of a Task, or of one of its parts, that an unknown one is similar to."""
-    unknown = _UNKNOWN_FIELD.fullmatch(str(error)) if isinstance(error, TypeError) else None
-    if unknown is None:
-        return []
-    kinds = [Task, *(globals()[name] for name in __all__)]
-    fields = [field for kind in kinds for field in getattr(kind, "__struct_fields__", ())]
-    return get_close_matches(unknown[1], fields, n=1)

@@ -20,11 +20,13 @@ from papaya.config import (
     Requirements,
     SecureAggregation,
     ServerConfig,
+    StopRule,
     SyncFL,
     TaskConfig,
 )
 from papaya.config.checks import require_known_fields
 from papaya.errors import ConfigError
+from papaya.learning.definition import ClientSGD, Task
 
 NAN, INF = math.nan, math.inf
 Built = TaskConfig | ServerConfig | DeviceConfig | OptimizerConfig
@@ -419,3 +421,22 @@ def test_a_misspelt_field_in_a_list_is_not_ignored() -> None:
     with pytest.raises(ConfigError, match=r"unknown field `hihg` - at `\$.metrics`") as caught:
         require_known_fields(written, read)
     assert "did you mean high?" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "problem", "meant"),
+    [
+        (Task, {"regine": 1}, "Task(regine=1): there is no setting regine", "regime"),
+        (ClientSGD, {"rat": 0.1}, "ClientSGD(rat=0.1): there is no setting rat", "rate"),
+        (StopRule, {"version": 3}, "StopRule(version=3): there is no setting version", "versions"),
+        (TaskConfig, {"zzz": ""}, "TaskConfig(zzz=''): there is no setting zzz", ""),
+    ],
+)
+def test_an_unknown_setting_in_python_is_told_as_on_the_command_line(
+    kind: Any, given: dict[str, object], problem: str, meant: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kind(**given)
+    assert str(caught.value) == problem
+    listed = "docs/configuration.md lists every field of TaskConfig"
+    assert caught.value.hint == (f"did you mean {meant}? {listed}" if meant else listed)
