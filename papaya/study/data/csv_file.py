@@ -9,7 +9,9 @@ The first line names the columns. A column has the first of these types that fit
 
 An empty value and the words in `MISSING` are None. The file is UTF-8 text with commas, or such a
 file compressed with gzip (`.gz`). Refused (ValueError): lines with more or fewer values than there
-are columns, two columns with one name, damaged compression.
+are columns, two columns with one name, damaged compression. A column with ten times as many numbers
+as other values is probably meant to have numbers only: its first other value is refused
+(OperatorError), because it would turn the whole column into texts.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from papaya.errors import OperatorError
+
 MISSING: Final = frozenset({"", "NA", "N/A", "NaN", "nan", "NULL", "null", "None"})
 _WHOLE: Final = re.compile(r"\s*[+-]?[0-9]+\s*")
 _NUMBER: Final = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
@@ -33,16 +37,19 @@ _BOOLEANS: Final = {
 _BITS: Final = 64
 _LONGEST_WHOLE: Final = 20  # characters; Python refuses to read thousands of digits
 _LONGEST_VALUE: Final = 1 << 28
+_MOSTLY: Final = 10
 
 
-def csv_columns(path: Path) -> dict[str, list[Any]]:
-    """The values of each column, in the order of the file."""
+def csv_columns(path: Path, names_of_clients: Sequence[str] = ()) -> dict[str, list[Any]]:
+    """The values of each column, in the order of the file. A column that names clients may have
+    any mixture of numbers and texts.
+    """
     csv.field_size_limit(_LONGEST_VALUE)  # the default is 128 KiB, which a text may exceed
     with _opened(path) as file:
         lines = csv.reader(file, strict=True)
         try:
             names = next(lines, [])
-            rows = [_checked(row, names, lines.line_num) for row in lines if row]
+            found = [(lines.line_num, _checked(row, names, lines.line_num)) for row in lines if row]
         except csv.Error as error:
             raise ValueError(f"line {lines.line_num}: {error}") from error
         except (EOFError, zlib.error) as error:
@@ -50,8 +57,20 @@ def csv_columns(path: Path) -> dict[str, list[Any]]:
     for name, count in Counter(names).items():
         if count > 1:
             raise ValueError(f"{count} columns have the name {name!r}")
+    rows = [row for _, row in found]
     texts = zip(*rows, strict=True) if rows else ([] for _ in names)
-    return {name: _typed(column) for name, column in zip(names, texts, strict=True)}
+    columns = {}
+    for name, column in zip(names, texts, strict=True):
+        columns[name] = _typed(column)
+        odd = None if name in names_of_clients else _odd_one(column, columns[name])
+        if odd is not None:
+            raise OperatorError(
+                f"{path}, line {found[odd][0]}: the column {name!r} has numbers, but here "
+                f"{column[odd]!r}",
+                hint="correct the value, or leave it empty if it is unknown; if the column has "
+                "texts, give a DataFrame to papaya.simulate",
+            )
+    return columns
 
 
 def _opened(path: Path) -> TextIO:
@@ -64,6 +83,13 @@ def _checked(row: list[str], names: list[str], line: int) -> list[str]:
     if len(row) != len(names):
         raise ValueError(f"line {line} has {len(row)} values for {len(names)} columns")
     return row
+
+
+def _odd_one(texts: Sequence[str], typed: Sequence[Any]) -> int | None:
+    """The place of the first value that is not a number, if nearly all others are."""
+    given = [place for place, value in enumerate(typed) if isinstance(value, str)]
+    odd = [place for place in given if not _NUMBER.fullmatch(texts[place])]
+    return odd[0] if odd and len(given) - len(odd) >= _MOSTLY * len(odd) else None
 
 
 def _typed(texts: Sequence[str]) -> list[Any]:

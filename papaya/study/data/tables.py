@@ -76,7 +76,7 @@ def rows_of_table(table: object, without: Sequence[str] = ()) -> TableRows:
 
 
 def csv_rows(path: Path, without: Sequence[str] = ()) -> TableRows:
-    columns = _reading(path, lambda: csv_columns(path))
+    columns = _reading(path, lambda: csv_columns(path, without))
     return _of_columns(f"CSV {path}", columns, without)
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from papaya.errors import OperatorError
 from papaya.study.data.csv_file import csv_columns
 
 
@@ -74,6 +75,20 @@ def test_a_damaged_compressed_file_is_refused(
 def test_what_is_refused(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         columns_of(tmp_path, text)
+
+
+def test_a_value_that_would_turn_numbers_into_texts_is_named(tmp_path: Path) -> None:
+    numbers = "".join(f'u{n},"a\nb",{n / 2}\n' for n in range(10))
+    with pytest.raises(OperatorError) as caught:
+        columns_of(tmp_path, f'user,text,x\n{numbers}u10,,\nu11,,"12,5"\n')
+    where = f"{tmp_path / 'table.csv'}, line 23"
+    assert str(caught.value) == f"{where}: the column 'x' has numbers, but here '12,5'"
+    assert "leave it empty if it is unknown" in caught.value.hint
+    mixed = f"user,text,x\n{numbers}u1,,one\nu2,,two\n"
+    assert columns_of(tmp_path, mixed)["x"][-2:] == ["one", "two"], "too many for mistakes"
+    path = tmp_path / "table.csv"
+    path.write_text("user\n" + "".join(f"{n}\n" for n in range(10)) + "admin\n")
+    assert csv_columns(path, ("user",))["user"][-2:] == ["9", "admin"]
 
 
 def test_a_file_without_rows_has_columns(tmp_path: Path) -> None:
