@@ -5,7 +5,7 @@ given command is imported, so that `papaya --help` and short commands start fast
 
 An error that Papaya raises on purpose is printed as `error: …`, a blank line and `hint: …`, and its
 class gives the exit code (see `papaya/errors.py`). Anything else is a bug and keeps its traceback.
-Ctrl-C exits with 130.
+Ctrl-C exits with 130, and SIGTERM with 143 where work can be resumed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Final, NoReturn
 
 from papaya import __version__
-from papaya.cli.output import note, silence_stdout
+from papaya.cli.output import Terminated, note, silence_stdout
 from papaya.errors import OperatorError, PapayaError
 
 # In the order of `papaya --help`. The module of a command is papaya.cli.<name>; that of a large
@@ -55,6 +55,7 @@ COMMANDS: Final = {
 }
 _LARGE: Final = ("client", "demo", "log", "simulate", "task")
 _INTERRUPTED = 130
+_TERMINATED = 143
 _BROKEN_PIPE = 141
 
 _CHOICE = re.compile(r"invalid choice: '(.+?)' \(choose from (.+)\)")
@@ -86,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.hint:
             note(f"\nhint: {error.hint}")
         return error.exit_code
+    except Terminated:
+        note("terminated")
+        return _TERMINATED
     except KeyboardInterrupt:
         note("interrupted")
         return _INTERRUPTED

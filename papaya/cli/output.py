@@ -13,12 +13,14 @@ import errno
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 
@@ -31,9 +33,9 @@ if TYPE_CHECKING:
     Options = TypeVar("Options", bound=DataclassInstance)
 
 __all__ = [
-    "Commands", "FormatOptions", "Progress", "add_format", "bind", "make_folder", "note", "plural",
-    "positive", "print_data", "print_json", "printable", "resumable", "silence_stdout", "table",
-    "whole", "writing",
+    "Commands", "FormatOptions", "Progress", "Terminated", "add_format", "bind", "make_folder",
+    "note", "plural", "positive", "print_data", "print_json", "printable", "resumable",
+    "silence_stdout", "table", "whole", "writing",
 ]  # fmt: skip
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
@@ -213,14 +215,27 @@ def writing(path: Path) -> Iterator[None]:
         raise OperatorError(f"cannot write {path}: {problem}", hint=hint) from error
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: what Ctrl-C ends, it ends too, with an exit code of its own."""
+
+
 @contextmanager
-def resumable() -> Iterator[None]:
-    """Tell an interrupted user that finished runs are kept; to be used inside `writing`."""
+def resumable(kept: str = "finished runs are kept: ") -> Iterator[None]:
+    """Tell whoever presses Ctrl-C or sends SIGTERM what is kept and how to continue; to be used
+    inside `writing`.
+    """
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     except (KeyboardInterrupt, OSError):
-        note("finished runs are kept: run the same command again to continue")
+        note(f"{kept}run the same command again to continue")
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise Terminated
 
 
 def make_folder(path: Path) -> Path:

@@ -385,6 +385,32 @@ def test_an_interrupted_sweep_says_how_to_go_on(
     assert "run the same command again" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "work"),
+    [
+        (["reproduce", "utilization", "--data", "none"], "papaya.cli.reproduce.reproduce"),
+        (["sweep", "embedding", "--vary", "K=5"], "papaya.cli.sweep.sweep"),
+    ],
+)
+def test_sigterm_says_what_is_kept_and_how_to_go_on(
+    command: list[str],
+    work: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def terminated(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(work, terminated)
+    assert main([*command, "--output", str(tmp_path)]) == 143
+    *_, kept, last = capsys.readouterr().err.splitlines()
+    assert kept == "finished runs are kept: run the same command again to continue"
+    assert last == "terminated"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_the_example_of_the_documentation_learns(
     own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
