@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from papaya.config import AsyncFL, OptimizerConfig, SecureAggregation, TaskConfig
+from papaya.errors import OperatorError
 from tests.chaos.cluster import HEARTBEAT_S, Cluster
 from tests.chaos.faults import (
     Acknowledgements,
@@ -42,7 +43,7 @@ from tests.chaos.faults import (
 from tests.chaos.hosts import Network, sh
 from tests.chaos.oracle import DAMPING, judge, read_outcomes
 from tests.chaos.planted import BUGS, PLANTED, VARIABLE
-from tests.chaos.schedule import KINDS, Schedule
+from tests.chaos.schedule import KINDS, Schedule, left_out
 from tests.system.processes import PAPAYA
 
 _PACKAGES = {
@@ -91,6 +92,11 @@ def main() -> int:
     if options.planted is not None:
         only = only or BUGS[options.planted].shown_by
         chosen += f" --planted {options.planted}"
+    try:
+        if missing := left_out(only):
+            say(missing)
+    except OperatorError as error:
+        parser.error(f"{error}\nhint: {error.hint}")
     how = f"--minutes {options.minutes:g} --seed {seed} --devices {options.devices}{chosen}"
     say(f"seed {seed}: python -m tests.chaos.run {how}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # remove everything, as after Ctrl-C

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
+from papaya.errors import OperatorError
 from tests.chaos.cluster import HEARTBEAT_S, Cluster
 from tests.chaos.faults import Fault, together
 from tests.chaos.hosts import Host, until
@@ -40,6 +41,18 @@ _VISIBLE_S = 0.7  # for the processes to read what is not replicated, and to tel
 _SPLIT_S = 7 * HEARTBEAT_S  # longer than it takes to move a task
 
 
+def left_out(only: Sequence[str]) -> str:
+    """Which faults cannot be drawn on this machine, and what to do; empty if all can. Raises
+    OperatorError if one of them was asked for.
+    """
+    if FAKETIME.exists():
+        return ""
+    remedy = "apt-get install libfaketime"
+    if "clock" in only:
+        raise OperatorError(f"--fault clock needs libfaketime: there is no {FAKETIME}", hint=remedy)
+    return "" if only else f"clock faults are left out: there is no {FAKETIME} (hint: {remedy})"
+
+
 class Schedule:
     """`is_long`: also faults that take half a minute, and those that lose a TSA's memory.
 
@@ -52,10 +65,10 @@ class Schedule:
         self._cluster = cluster
         self._rng = Random(seed)
         weights = _WEIGHTS | (_LONG_WEIGHTS if is_long else {})
-        if not FAKETIME.exists():
-            weights["clock"] = 0
         if only:
             weights = dict.fromkeys(only, 1)
+        elif not FAKETIME.exists():
+            weights["clock"] = 0
         drawn: dict[str, Callable[[], Fault]] = {
             "power": self._power,
             "holder": self._holder,

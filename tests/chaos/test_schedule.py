@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import pytest
 
+from papaya.errors import OperatorError
+from tests.chaos import schedule
 from tests.chaos.cluster import Cluster
 from tests.chaos.faults import Fault, NotRecovered, Versions, together
 from tests.chaos.hosts import Host
@@ -47,8 +49,8 @@ def a_cluster() -> Any:
 
 
 def drawn(seed: int, count: int) -> list[Fault]:
-    schedule = Schedule(cast(Cluster, a_cluster()), seed, is_long=True)
-    return [schedule.next() for _ in range(count)]
+    found = Schedule(cast(Cluster, a_cluster()), seed, is_long=True)
+    return [found.next() for _ in range(count)]
 
 
 def test_a_seed_decides_the_faults() -> None:
@@ -56,10 +58,28 @@ def test_a_seed_decides_the_faults() -> None:
     assert first == again != other
 
 
+def test_without_libfaketime_clocks_are_left_out_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, missing = tmp_path / "there.so", tmp_path / "missing.so"
+    there.touch()
+    monkeypatch.setattr(schedule, "FAKETIME", there)
+    assert schedule.left_out(()) == schedule.left_out(("clock",)) == ""
+    assert any("clock" in fault.name for fault in drawn(1, 60))
+    monkeypatch.setattr(schedule, "FAKETIME", missing)
+    told = f"clock faults are left out: there is no {missing} (hint: apt-get install libfaketime)"
+    assert schedule.left_out(()) == told
+    assert not any("clock" in fault.name for fault in drawn(1, 60))
+    assert schedule.left_out(("power",)) == "", "nothing is left out"
+    with pytest.raises(OperatorError, match="--fault clock needs libfaketime") as refused:
+        schedule.left_out(("power", "clock"))
+    assert refused.value.hint == "apt-get install libfaketime"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_can_be_drawn_alone(kind: str) -> None:
-    schedule = Schedule(cast(Cluster, a_cluster()), 1, is_long=False, only=(kind,))
-    assert schedule.next().touches
+    found = Schedule(cast(Cluster, a_cluster()), 1, is_long=False, only=(kind,))
+    assert found.next().touches
 
 
 def test_the_faults_of_planted_bugs_exist() -> None:
