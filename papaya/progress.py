@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import html
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Event, Thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 _PLAIN_STEP: Final = 0.1
 _REDRAW_S: Final = 0.2
+_ELAPSED_AFTER_S: Final = 2.0
+_ELAPSED_EVERY_S: Final = 10.0
+_TO_END_OF_LINE: Final = "\x1b[K"  # erases what is there
 
 
 def plural(count: int, noun: str) -> str:
@@ -66,6 +71,57 @@ class Progress(AbstractContextManager["Progress"]):
         if name not in self._printed or done >= min(1.0, self._printed[name] + _PLAIN_STEP):
             self._printed[name] = done
             print(f"{name}: {100 * done:.0f} %, {words}", file=self._stream, flush=True)
+
+
+@contextmanager
+def told_regularly(tell: Callable[[float], None], after_s: float, every_s: float) -> Iterator[None]:
+    """Call `tell` with the seconds so far, in a thread, while the work goes on."""
+    over, started = Event(), monotonic()
+
+    def run() -> None:
+        wait_s = after_s
+        while not over.wait(wait_s):
+            tell(monotonic() - started)
+            wait_s = every_s
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def elapsed(
+    what: str, stream: TextIO | None = None, after_s: float = _ELAPSED_AFTER_S
+) -> Iterator[None]:
+    """Show for how long work without other progress has gone on: first after two seconds."""
+    shown = sys.stderr if stream is None else stream
+    cell = _notebook_cell() if stream is None else None
+    is_live = cell is None and shown.isatty()
+    words = ""
+
+    def tell(seconds: float) -> None:
+        nonlocal words
+        words = f"{seconds:.0f} s so far"
+        if cell is not None:
+            cell.update(what, 0.0, words)
+        elif is_live:
+            print(f"\r{what}: {words}{_TO_END_OF_LINE}", end="", file=shown, flush=True)
+        else:
+            print(f"{what}: {words}", file=shown, flush=True)
+
+    is_replaced = is_live or cell is not None
+    try:
+        with told_regularly(tell, after_s, _REDRAW_S if is_replaced else _ELAPSED_EVERY_S):
+            yield
+    finally:
+        if words and cell is not None:
+            cell.update(what, 1.0, words)
+        elif words and is_live:
+            print(f"\r{_TO_END_OF_LINE}", end="", file=shown, flush=True)
 
 
 def _rich_progress(stream: TextIO) -> RichProgress:

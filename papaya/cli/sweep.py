@@ -33,6 +33,7 @@ from papaya.cli.output import (
 from papaya.cli.simulate.options import DataOptions, add_data, add_population, add_ray, add_set
 from papaya.cli.simulate.task import lines, scale_rows
 from papaya.errors import OperatorError
+from papaya.progress import elapsed
 from papaya.sim.report import percent
 from papaya.study.lab import LabStep
 from papaya.study.run_warnings import ended_early_in_sweep, ignored_settings
@@ -158,7 +159,8 @@ def run(options: SweepOptions) -> int:
     from papaya.study import learning_plots
 
     plan = _plan(options)
-    prepared = prepare(plan.workload, plan.population)
+    with elapsed(plan.workload.preparation):
+        prepared = prepare(plan.workload, plan.population)
     folder = make_folder(options.output)
     note(prepared.about)
     for warning in ignored_settings(prepared.task):

@@ -26,7 +26,7 @@ from __future__ import annotations
 import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,7 @@ from msgspec import structs
 from papaya.config.checks import require_count, require_number
 from papaya.errors import OperatorError
 from papaya.learning.task import NO_FILE, LoadedTask, Task, load_task, loaded_in_memory
-from papaya.progress import Progress
+from papaya.progress import Progress, elapsed
 from papaya.sim.population import DEFAULT, PopulationConfig
 from papaya.study.data.opening import open_source, parse_partition, save_source
 from papaya.study.data.partition import Partition
@@ -120,7 +120,9 @@ def simulate(
         {"updates": updates, "evaluations": evaluations, "judges": judges, "processes": processes},
         {"hours": hours, "seed": seed, "seconds_per_example": seconds_per_example, **setting},
     )
-    prepared = _prepared(task, clients, partition, seconds_per_example, judges, population, steps)
+    prepared = _prepared(
+        task, clients, partition, seconds_per_example, judges, population, steps, progress
+    )
     run = run_of(
         prepared,
         regime,
@@ -179,7 +181,9 @@ def sweep(
         | {"jobs": jobs},
         {"hours": hours, "target": target, "seconds_per_example": seconds_per_example},
     )
-    prepared = _prepared(task, clients, partition, seconds_per_example, judges, population, steps)
+    prepared = _prepared(
+        task, clients, partition, seconds_per_example, judges, population, steps, progress
+    )
     if isinstance(task, Task) and (jobs > 1 or ray is not None):
         raise OperatorError(
             "other processes cannot load a Task that is defined in a notebook",
@@ -260,6 +264,7 @@ def _prepared(
     judges: int,
     population: PopulationConfig | int,
     steps: Steps,
+    progress: bool,
 ) -> Prepared:
     if isinstance(partition, str):
         partition = parse_partition(partition)
@@ -267,10 +272,11 @@ def _prepared(
     name = str(NO_FILE if isinstance(task, Task) else task)
     spec = WorkloadSpec(name, data, seconds_per_example, partition, judges, steps)
     fleet = _population(population)
-    if name in BUILT_IN or (clients is None and not isinstance(task, Task)):
-        return prepare(spec, fleet)
-    loaded = loaded_in_memory(task) if isinstance(task, Task) else load_task(Path(task))
-    return with_source(spec, loaded, _source(clients, loaded, partition), fleet)
+    with elapsed(spec.preparation) if progress else nullcontext():
+        if name in BUILT_IN or (clients is None and not isinstance(task, Task)):
+            return prepare(spec, fleet)
+        loaded = loaded_in_memory(task) if isinstance(task, Task) else load_task(Path(task))
+        return with_source(spec, loaded, _source(clients, loaded, partition), fleet)
 
 
 def _source(clients: object, loaded: LoadedTask, partition: Partition | None) -> Source:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
-from papaya.progress import NotebookCell, Progress
+import pytest
+
+from papaya.progress import NotebookCell, Progress, elapsed
 
 
 class Display:
@@ -44,3 +50,56 @@ def test_outside_of_a_notebook_there_are_lines(capsys: Any) -> None:
     assert lines[0] == "fleet: 0 %, words"
     assert lines[-1] == "fleet: 100 %, words"
     assert len(lines) == 11
+
+
+class Watched(io.StringIO):
+    """A stream that lets a test wait for what is shown."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self.shown = Event()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def write(self, text: str) -> int:
+        if "so far" in text:
+            self.shown.set()
+        return super().write(text)
+
+
+def test_long_work_shows_its_time_in_a_log_and_in_one_place_of_a_terminal() -> None:
+    log, terminal = Watched(is_terminal=False), Watched(is_terminal=True)
+    for stream in (log, terminal):
+        with elapsed("compiling", stream, after_s=0.001):
+            assert stream.shown.wait(120)
+    assert log.getvalue().splitlines()[0] == "compiling: 0 s so far"
+    assert terminal.getvalue().startswith("\rcompiling: 0 s so far\x1b[K")
+    assert terminal.getvalue().endswith("\r\x1b[K"), "the line is removed"
+    assert "\n" not in terminal.getvalue()
+
+
+def test_short_work_shows_nothing(capsys: Any) -> None:
+    with elapsed("compiling", after_s=600.0):
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_notebook_shows_the_time_in_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shown(Display):
+        here = Event()
+
+        def __call__(self, data: dict[str, str], *, raw: bool, display_id: bool) -> Display:
+            super().__call__(data, raw=raw, display_id=display_id)
+            self.here.set()
+            return self
+
+    display = Shown()
+    shell = SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    with elapsed("compiling", after_s=0.001):
+        assert display.here.wait(120)
+    assert display.shown[0]["text/plain"] == "compiling: 0 %, 0 s so far"
+    assert display.shown[-1]["text/plain"].startswith("compiling: 100 %, ")

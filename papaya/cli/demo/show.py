@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
 import numpy as np
@@ -33,6 +32,7 @@ from papaya.cli.output import note, plural
 from papaya.cli.task.watch import Show, curve, mean_staleness, versions_per_minute
 from papaya.errors import PapayaError
 from papaya.messages.storage import PointRow
+from papaya.progress import told_regularly
 from papaya.secagg.words import Words
 from papaya.server.admin.views import TaskDetail
 
@@ -64,20 +64,9 @@ _SHOWN = 32
 @contextmanager
 def telling(what: str, every_s: float = _STILL_EVERY_S) -> Iterator[None]:
     """Say what is being done, and from time to time how long it has taken so far."""
-    over, started = Event(), time.monotonic()
-
-    def tell() -> None:
-        while not over.wait(every_s):
-            note(f"  {time.monotonic() - started:.0f} s so far")
-
     note(what)
-    thread = Thread(target=tell, daemon=True)
-    thread.start()
-    try:
+    with told_regularly(lambda seconds: note(f"  {seconds:.0f} s so far"), every_s, every_s):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 class DemoSample(NamedTuple):

@@ -9,8 +9,6 @@ aggregation's fixed-point numbers (`papaya/study/precision.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from msgspec import structs
@@ -22,11 +20,13 @@ from papaya.cli.output import (
     plural,
     print_data,
     print_json,
+    resumable,
     table,
     writing,
 )
 from papaya.cli.simulate.simulate import SimulateOptions, check_goal
 from papaya.errors import Diverged
+from papaya.progress import elapsed
 from papaya.sim.report import percent, regime_name
 from papaya.study.fairness import Distance
 from papaya.study.precision import LEAST_UPDATES
@@ -58,7 +58,8 @@ def run_task(options: SimulateOptions) -> int:
 
     folder = make_folder(options.output)
     spec = options.workload_spec(str(options.task_file), options.updates or _UPDATES)
-    prepared = prepare(spec, options.population_config())
+    with elapsed(spec.preparation):
+        prepared = prepare(spec, options.population_config())
     run = _run(options, prepared)
     note(prepared.about)
     seconds = prepared.population.execution_per_example_s
@@ -78,7 +79,8 @@ def rerun_task(options: SimulateOptions, path: Path) -> int:
         path /= "run.json"
     file = read_run_file(path)
     task = None if options.task_file is None else str(options.task_file)
-    prepared = prepared_again(path, file, task, options.data)
+    with elapsed(file.workload.preparation):
+        prepared = prepared_again(path, file, task, options.data)
     # Never over the results of a run, nor into the folder of another one by default.
     is_default = options.output == type(options).output
     same_folder = options.output.resolve() == path.resolve().parent
@@ -106,7 +108,7 @@ def _simulated(
     every_s = options.checkpoint_every
     for warning in before_run(prepared.task, run):
         note(f"warning: {warning}")
-    with writing(folder), _resumes(), Progress() as progress:
+    with writing(folder), resumable(kept=""), Progress() as progress:
         return simulate_run(
             run,
             prepared,
@@ -116,15 +118,6 @@ def _simulated(
             checkpoint_s=CHECKPOINT_S if every_s is None else every_s,
             tell=progress.update,
         )
-
-
-@contextmanager
-def _resumes() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        note("run the same command again to continue")
-        raise
 
 
 def _show(simulated: SimulatedRun, options: SimulateOptions, folder: Path) -> None:

@@ -23,6 +23,7 @@ from papaya.cli.output import (
 )
 from papaya.cli.task.signing import program_files
 from papaya.errors import OperatorError
+from papaya.progress import elapsed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,8 @@ def run(options: TaskCompileOptions) -> int:
 
     note("compiling (ten seconds to a few minutes, unless the result is cached)")
     content = archive.digest(archive.pack(program_files(options.file)))
-    data = compile_task(loaded, cache_folder() / "programs", content)
+    with elapsed("compiling"):
+        data = compile_task(loaded, cache_folder() / "programs", content)
     output = options.output or options.file.with_suffix(".program")
     frozen = frozen_beside(output)
     tensors = program_tensors(loaded, decode_program(data).header.file_names)

@@ -41,6 +41,7 @@ from papaya.config import TaskConfig
 from papaya.device.executor import EngineName
 from papaya.errors import OperatorError
 from papaya.learning.settings import GivenSettings, changed, with_client
+from papaya.progress import elapsed
 from papaya.server.admin.views import NewTask, Stored, TaskView
 
 if TYPE_CHECKING:
@@ -288,7 +289,8 @@ def compiled_program(path: Path, written: LoadedTask, batch_size: int) -> bytes:
     content = archive.digest(archive.pack(program_files(path)))
     client = structs.replace(written.task.client, batch_size=batch_size)
     task = structs.replace(written.task, client=client)
-    return compile_task(replace(written, task=task), cache_folder() / "programs", content)
+    with elapsed("compiling"):
+        return compile_task(replace(written, task=task), cache_folder() / "programs", content)
 
 
 def bundle_blobs(path: Path, loaded: LoadedTask, compiled: bytes | None) -> BundleBlobs:

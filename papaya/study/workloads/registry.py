@@ -93,6 +93,12 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
     def is_built_in(self) -> bool:
         return self.name in BUILT_IN
 
+    @property
+    def preparation(self) -> str:
+        """What `prepare` does, for people who wait for it."""
+        compiling = "" if self.steps == "eager" or self.is_built_in else ", compiling its steps"
+        return f"preparing {self.name}{compiling}"
+
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
