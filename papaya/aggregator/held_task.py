@@ -305,6 +305,8 @@ class HeldTask:
             session.seen_at = now  # while the rows were read, no request could be answered
             self.sessions.refile(session)
         if not self.has_served:
+            if self.ledger.follows_rollback:  # what those clients train is void
+                self._predecessors_active = 0
             # A client that has not come within this time counts as dead.
             wait_s = self._server.dead_after_s if self._expected > 0 else 0.0
             self.adopts_until = now + wait_s

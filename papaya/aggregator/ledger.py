@@ -91,6 +91,13 @@ class Ledger:
         return self.versions[self.version]
 
     @property
+    def follows_rollback(self) -> bool:
+        """Whether the owner's rollback took the task from its last holder: it raised the fence, and
+        so did the placement of this one.
+        """
+        return self.newest.restarts and self.newest.seq + 1 == self.fence.seq
+
+    @property
     def void_below(self) -> int:
         """Tickets of versions below this are refused.
 

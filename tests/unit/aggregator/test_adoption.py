@@ -8,6 +8,7 @@ import pytest
 
 from papaya.config import TaskConfig
 from papaya.messages.base import Message
+from papaya.messages.owner import TaskRows, rollback
 from papaya.messages.participation import (
     Aborted,
     Alive,
@@ -92,6 +93,22 @@ def test_for_three_heartbeats_room_is_kept_for_every_client_that_may_come() -> N
     world.pass_s(A_MOMENT_S)
     assert successor.last_report().demand == 1, "the place of the client that did not come"
     assert gone.heartbeat() == Aborted("full")
+
+
+def test_after_a_rollback_no_room_is_kept_for_clients_whose_work_is_void() -> None:
+    world, phones = training(3)
+    rows = TaskRows(TASK, world.store.rows)
+    change = rollback(rows, 0, rows.optimizer.state, world.now)
+    assert world.store.apply(change) == "committed"
+    successor = take_over(world, phones, leases=("assigned",), active=3)
+    world.pass_s(1.0)
+    assert successor.last_report().demand == 4 - 1, "who has not joined yet may still come"
+    assert [phone.heartbeat() for phone in phones] == 3 * [Aborted("stale")]
+    joined = world.joined(successor, 2)
+    heir = take_over(world, joined, active=2)
+    world.pass_s(1.0)
+    assert heir.last_report().demand == 4 - 2, "these train from the version of the rollback"
+    assert [phone.heartbeat() for phone in joined] == 2 * [Alive()]
 
 
 def test_a_report_names_the_clients_that_are_still_awaited() -> None:
