@@ -357,8 +357,12 @@ def _load_task(path: str) -> tuple[TrainingEngine, TaskFile]:
     from papaya.learning.torch.engine import TorchEngine
 
     task = loaded.task
-    collection = task.examples.collection
-    terms = structs.replace(TaskTerms.of(loaded.config()), collection=collection, task=task.name)
+    terms = structs.replace(
+        TaskTerms.of(loaded.config()),
+        collection=task.examples.collection,
+        task=task.name,
+        keeps_tensors=task.keeps_tensors,
+    )
     file = TaskFile(path, task.name, loaded.module_hash, terms, task.examples)
     return TorchEngine(loaded), file
 

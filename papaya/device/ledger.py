@@ -228,9 +228,13 @@ class PrivacyAccount:
             self.check_window(use)
 
     def check_window(self, use: PlannedUse) -> None:
-        """The same, before training, for tasks that have left a state on this device before."""
+        """The same, before training, for tasks whose file says that they keep tensors, and for
+        those that have left a state on this device before.
+        """
         terms = use.terms
-        if terms is None or not terms.privacy or (use.owner, use.task) not in self._keeping:
+        if terms is None or not terms.privacy:
+            return
+        if not terms.keeps_tensors and (use.owner, use.task) not in self._keeping:
             return
         collection = terms.collection or ""
         policy = self._store.collections.get(collection)

@@ -252,6 +252,9 @@ class TaskTerms(Struct, frozen=True):
     name a server uses. Unset in program files and manifests, which have it elsewhere."""
     upload_bits: Literal[16] | UnsetType = UNSET
     """Of a masked word. Unset if it is 32, and for a task in the clear."""
+    keeps_tensors: bool | UnsetType = UNSET
+    """Whether devices may keep tensors of the model. Unset if that is unknown: manifests and
+    program files do not say it."""
 
     @classmethod
     def of(cls, config: TaskConfig) -> TaskTerms:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def visit(
     path: Path,
     found: TaskTerms,
     budget: PrivacyBudget | None = BUDGET,
-    trainer: type[PrivateTrainer] = PrivateTrainer,
+    trainer: Callable[[TaskTerms], PrivateTrainer] = PrivateTrainer,
     **replaced: Any,
 ) -> tuple[Finish, str, FakeSelector]:
     events: list[Event] = []
@@ -157,7 +158,7 @@ def test_personal_tensors_need_a_window_of_twice_the_age_of_examples(
 
 
 def test_a_task_that_was_declined_for_its_window_is_not_trained_again(tmp_path: Path) -> None:
-    """What a task keeps shows only after training: the device trains it once."""
+    """What a signed task keeps shows only after training: the device trains it once."""
     budget = structs.replace(BUDGET, window_s=UsePolicy().max_age_s)
     policies = {"keyboard": UsePolicy(tasks=("*",), budget=budget)}
     trainer = PersonalTrainer(terms(2.0))
@@ -170,6 +171,21 @@ def test_a_task_that_was_declined_for_its_window_is_not_trained_again(tmp_path: 
 
     assert asyncio.run(scenario()) == [Finish("failed", "declined")] * 2
     assert trainer.trained == 1
+
+
+def test_a_task_file_that_keeps_tensors_is_declined_before_training(tmp_path: Path) -> None:
+    budget = structs.replace(BUDGET, window_s=UsePolicy().max_age_s)
+    made: list[PersonalTrainer] = []
+
+    def trainer(found: TaskTerms) -> PersonalTrainer:
+        made.append(PersonalTrainer(structs.replace(found, keeps_tensors=True)))
+        return made[0]
+
+    finish, detail, fake = visit(tmp_path / "device.db", terms(2.0), budget, trainer)
+    assert finish == Finish("failed", "declined")
+    assert "2 x max_age_s = 5184000" in detail
+    assert made[0].trained == 0
+    assert fake.seen == ["check-in", "join", "leave"]
 
 
 def test_a_device_declines_what_it_cannot_afford_and_keeps_the_reason(tmp_path: Path) -> None:

@@ -200,6 +200,7 @@ def test_a_job_returns_what_the_device_keeps_and_no_more(tmp_path: Path) -> None
         sandbox = Sandbox([file], memory_mb=512, confined=False)
         await sandbox.start()
         try:
+            assert [task.terms.keeps_tensors for task in sandbox.tasks] == [True]
             state, biases = b"", list[float]()
             for _ in range(3):
                 job = Job("train", str(file), parameters, (b"x",), device_state=state)
