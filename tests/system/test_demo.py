@@ -96,6 +96,10 @@ def test_a_short_demo_learns_without_torch_and_leaves_only_its_results(tmp_path:
         assert any(re.search(f"start of .*{device}", line) for line in seen)
         assert not any(re.search(f"torch in .*{device}", line) for line in seen)
     assert any(re.search("torch in .* task submit ", line) for line in seen), "the owner uses it"
+    started = [line for line in seen if line.startswith("start of ")]
+    parts = (" serve --config ", " task submit ", " client --server ")
+    first = [min(n for n, line in enumerate(started) if part in line) for part in parts]
+    assert first == sorted(first), "devices start when the task is being submitted"
 
     summary = json.loads(done.stdout)
     assert summary["engine"] == "executorch"
@@ -103,8 +107,11 @@ def test_a_short_demo_learns_without_torch_and_leaves_only_its_results(tmp_path:
     assert (summary["devices"], summary["concurrency"], summary["aggregation_goal"]) == (6, 4, 2)
     assert summary["version"] >= 4
     assert summary["trips"] >= summary["counted"] == 2 * summary["version"]
-    # The demo looks twice a second: on a busy machine it may see no client after version 1.
+    assert summary["start_s"] > 0, "the first version comes after the submission"
+    assert summary["seconds"] > 0
+    # The demo looks twice a second: on a busy machine it may hardly look after version 1.
     assert 0 <= summary["utilization"] <= 1
+    assert summary["utilization"] > 0 or summary["looks"] < 3
     assert summary["threshold"] == 2
     assert "INSECURE: the TSA runs in software" in done.stderr
     # The demo looks ten times a second: on a busy machine it may see none of so few.

@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec import structs
 
 from papaya.config import TaskConfig
+from papaya.tsa.client import CONNECT_S
 from tests.chaos.faults import Stalls
 from tests.system.admin import Admin
 from tests.system.fleet import Book, briefly, fleet
@@ -37,6 +38,8 @@ from tests.system.test_secure import (
 PLAIN: TaskConfig = structs.replace(CONFIG, task="plain", secure_aggregation=None)
 DEVICES = 20
 UNREACHABLE_S = "papaya_tsa_unreachable_seconds"
+# Into an outage: the next call comes a second after the first, and cannot connect.
+SECOND_CALL_S = 1.0 + CONNECT_S + 1.0
 
 
 def test_a_frozen_tsa_stops_only_its_own_task_and_costs_no_update(tmp_path: Path) -> None:
@@ -81,7 +84,9 @@ async def _over_a_freeze(installation: Installation, server: ServerProcess, admi
                 admin.until_task, CONFIG.task, lambda line: line["halted"], STEP_S
             )
             assert "TSA" in line["halted"]
-            assert _unreachable_s(admin) > 0
+            async with asyncio.timeout(STEP_S):
+                while await asyncio.to_thread(_unreachable_s, admin) <= SECOND_CALL_S:
+                    await asyncio.sleep(0.25)
             waiting = len(book.of(CONFIG.task))
         finally:
             os.kill(child, signal.SIGCONT)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -10,6 +14,9 @@ from textwrap import dedent
 import pytest
 
 from tools.install import Status, create, install, is_long, large_package_in, step_in
+
+ROOT = Path(__file__).parents[2]
+_LIMIT_S = 300.0
 
 
 class Terminal(io.StringIO):
@@ -132,3 +139,25 @@ def test_errors_of_pip_are_shown_with_its_last_lines(stream: type[io.StringIO]) 
     assert install(["torch==99"], shown, FAILING) == 1
     assert "ERROR: No matching distribution found for torch==99\n" in shown.getvalue()
     assert shown.getvalue().endswith("the last lines of pip's output:\nCollecting torch==99\n")
+
+
+def test_ctrl_c_ends_it_with_130_and_without_a_traceback() -> None:
+    """pip waits for an index that does not answer. A terminal sends SIGINT to both processes."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored here
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as index:
+            index.settimeout(_LIMIT_S)
+            url = f"http://127.0.0.1:{index.getsockname()[1]}/"
+            command = [sys.executable, "tools/install.py", "--isolated", "--index-url", url, "none"]
+            with (
+                subprocess.Popen(
+                    command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+                ) as process,
+                index.accept()[0],
+            ):
+                os.killpg(process.pid, signal.SIGINT)
+                told = process.communicate(timeout=_LIMIT_S)[1]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.returncode == 130
+    assert "Traceback" not in told
