@@ -88,16 +88,23 @@ class DemoRecorder(Show):
     or all others together do.
     """
 
-    def __init__(self, client: AdminClient, show: View, patience_s: float) -> None:
+    def __init__(
+        self,
+        client: AdminClient,
+        show: View,
+        patience_s: float,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.samples: list[DemoSample] = []
         self._client = client
         self._show = show
         self._patience_s = patience_s
-        self._deadline = time.monotonic() + patience_s
+        self._now = now
+        self._deadline = now() + patience_s
 
     def update(self, detail: TaskDetail) -> None:
         task = detail.task
-        if time.monotonic() > self._deadline:
+        if self._now() > self._deadline:
             raise PapayaError(
                 f"{task.task} is {task.state} at version {task.version} and did not end in time",
                 hint="this machine may be too busy; try: papaya demo --minutes 3",
@@ -109,7 +116,7 @@ class DemoRecorder(Show):
             updates = reading(text, "papaya_task_buffer_updates", task.task)
             seconds = time.time() - task.submitted
             if task.version > 0 and not after_warm_up(self.samples):
-                self._deadline = time.monotonic() + self._patience_s
+                self._deadline = self._now() + self._patience_s
             self.samples.append(DemoSample(seconds, active, trips, updates, task.version))
         self._show.update(self.samples, detail)
 

@@ -8,6 +8,8 @@ import signal
 from contextlib import redirect_stderr
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -15,11 +17,13 @@ import pytest
 from matplotlib.image import imread
 
 from papaya.aggregator.masked_sum import MaskedSum
+from papaya.cli.admin_client import AdminClient
 from papaya.cli.demo import demo
 from papaya.cli.demo.demo import TASK_FILE, deal_out, find_texts, write_task, write_trust
 from papaya.cli.demo.processes import Processes, interrupted_by_signals
 from papaya.cli.demo.show import (
     SOFTWARE,
+    DemoRecorder,
     DemoSample,
     LineView,
     MaskedSample,
@@ -41,7 +45,7 @@ from papaya.config import AsyncFL, EvaluationPlan, SecureAggregation, SyncFL, Ta
 from papaya.device import confinement
 from papaya.device.texts import LIBRARY
 from papaya.device.trust import read_policy
-from papaya.errors import OperatorError
+from papaya.errors import OperatorError, PapayaError
 from papaya.learning.task import load_task
 from papaya.messages.storage import PointRow
 from papaya.secagg.words import WORD
@@ -191,6 +195,24 @@ def test_the_time_of_training_counts_from_the_first_version() -> None:
     assert demo._done(options, SAMPLES[:1], detail) == 0.0, "devices start"
     assert demo._done(options, SAMPLES, detail) == 2 / 30
     assert demo._done(options, SAMPLES, a_detail()) == 1.0, "it has ended"
+
+
+def test_a_demo_may_take_its_time_for_the_first_version_and_again_after_it() -> None:
+    clock, shown = [0.0], LineView(io.StringIO())
+    client = cast(AdminClient, SimpleNamespace(download=lambda path, limit: (b"", "")))
+    recorder = DemoRecorder(client, shown, 60.0, lambda: clock[0])
+
+    def look(now: float, version: int) -> None:
+        clock[0] = now
+        task = msgspec.structs.replace(a_detail().task, state="running", version=version)
+        recorder.update(msgspec.structs.replace(a_detail(), task=task))
+
+    look(59.0, 0)
+    look(60.0, 1)
+    look(120.0, 5)
+    assert [sample.version for sample in recorder.samples] == [0, 1, 5]
+    with pytest.raises(PapayaError, match="version 6 and did not end in time"):
+        look(120.1, 6)
 
 
 def test_one_version_has_no_rate() -> None:
