@@ -31,7 +31,7 @@ from papaya.machine import Effects, Handle, Log, Read, Reply, Send
 from papaya.messages.base import Message, NodeId, SessionId, TaskId
 from papaya.messages.control import AggregatorOrders, AggregatorReport, Drain, Placement
 from papaya.messages.events import ServerEvent
-from papaya.messages.participation import Refused, Retry, Ticketed
+from papaya.messages.participation import Alive, Heartbeat, Refused, Retry, Ticketed
 from papaya.messages.storage import FenceRow, Revoked, Rows, TaskRow, Transacted, task_key
 from papaya.messages.tickets import Keyring, claim_of
 
@@ -101,6 +101,8 @@ class Aggregator:
     # -- the machine contract ---------------------------------------------------------------
 
     def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects:
+        if type(message) is Heartbeat and self.touch(now, message):
+            return [Reply(reply_to, Alive())]
         if isinstance(message, Ticketed):
             return self._finish(now, self._on_request(now, message, reply_to))
         match message:
@@ -169,6 +171,28 @@ class Aggregator:
         return sum(held.uploads for held in self.tasks.values())
 
     # -- clients and work -------------------------------------------------------------------
+
+    def touch(self, now: float, heartbeat: Heartbeat) -> bool:
+        """Note that a known client is alive, if `Alive` is all that its heartbeat leads to.
+
+        Half of all requests are such heartbeats. After the last event nothing was left to do, so
+        they need no `_finish`. False: nothing was done.
+        """
+        if now >= self._report_due or self._is_draining:
+            return False
+        try:
+            claim = claim_of(heartbeat.ticket)
+        except TicketError:
+            return False
+        for each in self.tasks.values():
+            if each.may_want_more:
+                return False
+        held = self.tasks.get(claim.task)
+        if held is None or held.phase is not TaskPhase.SERVING:
+            return False
+        if held.sessions.next_deadline() <= now:
+            return False
+        return held.touch(now, heartbeat.ticket, claim)
 
     def _on_request(self, now: float, request: Ticketed, reply_to: Handle) -> Effects:
         try:

@@ -565,6 +565,14 @@ class HeldTask:
             session is not None and session.pseudonym in self._revoked and not session.is_complete
         )
 
+    def touch(self, now: float, sealed: bytes, claim: AnyTicket) -> bool:
+        """Note that a client is alive, if it shows the ticket that its session has here."""
+        session = self.sessions.active.get(claim.session)
+        if session is None or self._revoked or not _is_known(sealed, session):
+            return False
+        session.seen_at = now
+        return True
+
     def _participant(self, now: float, sealed: bytes, claim: AnyTicket) -> Session:
         """The session of a heartbeat, report or leave, which carry a session or upload ticket."""
         session = self.sessions.active.get(claim.session)

@@ -226,9 +226,11 @@ class AssignmentMap:
         return task in self._over
 
     def route(self, ticket: AnyTicket) -> NodeId | None:
-        """Where a request goes; None if no holder is known or the ticket is newer than the map."""
+        """Where a request goes; None if the task is over, if no holder is known, or if the ticket
+        is newer than the map.
+        """
         route = self._routes.get(ticket.task)
-        if route is None or ticket.seq > route.seq:
+        if route is None or ticket.seq > route.seq or ticket.task in self._over:
             return None
         return route.aggregator
 
@@ -682,6 +684,13 @@ class Selector:
 
     # -- participation ----------------------------------------------------------------------
 
+    def route(self, request: Ticketed) -> NodeId | None:
+        """Where a request goes that is no join, if it is not answered here."""
+        try:
+            return self._map.route(claim_of(request.ticket))
+        except TicketError:
+            return None
+
     def _on_request(self, request: Ticketed, reply_to: Handle) -> Effects:
         try:
             ticket = claim_of(request.ticket)
@@ -689,13 +698,13 @@ class Selector:
             return [Reply(reply_to, Refused(str(error), error.hint))]
         if type(request) is Join and ticket.session in self._open:
             self._end_open(request)
+        aggregator = self._map.route(ticket)
+        if aggregator is not None:
+            return [Forward(reply_to, aggregator, request)]
         if self._map.is_over(ticket.task):
             return [Reply(reply_to, Aborted("task_over"))]
-        aggregator = self._map.route(ticket)
-        if aggregator is None:
-            after_s = self._config.heartbeat_s / 2
-            return [Reply(reply_to, Retry("no aggregator is known for the task", after_s))]
-        return [Forward(reply_to, aggregator, request)]
+        after_s = self._config.heartbeat_s / 2
+        return [Reply(reply_to, Retry("no aggregator is known for the task", after_s))]
 
     def _end_open(self, request: Join) -> None:
         """The device joins. Not if the ticket is forged: its lease would stay."""

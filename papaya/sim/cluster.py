@@ -34,7 +34,7 @@ from papaya.selector.selector import Selector
 from papaya.sim.behaviour import Behaviour
 from papaya.sim.devices import SimulatedBundles, SimulatedDevice
 from papaya.sim.engine import Engine, TimerWheel
-from papaya.sim.hosts import SimulatedAggregatorHost, SimulatedHost
+from papaya.sim.hosts import SimulatedAggregatorHost, SimulatedHost, SimulatedSelectorHost
 from papaya.sim.network import Network, NetworkConfig
 from papaya.sim.observer import Hooks, Observer
 from papaya.sim.population import DEFAULT, Arrivals, Population, PopulationConfig, Visit
@@ -131,6 +131,9 @@ class Cluster:
         self.observers = tuple(observers)
         self.hooks = Hooks(self.observers)
         self.behaviour = Behaviour() if behaviour is None else behaviour
+        # Nobody looks at messages between devices and servers, or at servers after each event.
+        carries_objects = type(self.behaviour).carry is Behaviour.carry
+        self.may_shorten = carries_objects and not self.hooks.sees_messages
         self.engine = Engine()
         self.wheel = TimerWheel(self.engine, config.server.heartbeat_s / 20)
         self.network = Network(self.engine, self._rng("network"), config.network)
@@ -222,7 +225,8 @@ class Cluster:
             node: SimulatedHost(self, node, partial(coordinator, node)) for node in coordinators
         }
         self.hosts |= {
-            node: SimulatedHost(self, node, partial(selector, node)) for node in self.selectors
+            node: SimulatedSelectorHost(self, node, partial(selector, node))
+            for node in self.selectors
         }
         for node in (f"aggregator-{i}" for i in range(config.aggregators)):
             self.hosts[node] = SimulatedAggregatorHost(self, node, partial(aggregator, node))

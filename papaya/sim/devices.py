@@ -174,7 +174,7 @@ class SimulatedDevice:
         path = Path(self, effect.attempt, server, message)
         if type(message) is CheckIn and self.identity:
             message = IdentifiedCheckIn(self.identity, message)
-        server.carry("device", effect.to, 1, server.deliver, message, path)
+        server.carry("device", effect.to, 1, server.take, message, path)
         if type(effect.message) is Join and effect.attempt == 2:
             self._schedule_dropout()
 

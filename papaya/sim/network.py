@@ -52,6 +52,18 @@ class Network:
             for one, other in self._cut
         )
 
+    @property
+    def is_clear(self) -> bool:
+        """Every message arrives once."""
+        return self._is_clean and not self._cut
+
+    def skip(self) -> None:
+        """In a clear network, instead of carrying a message whose arrival changes nothing: later
+        messages take as long as if it had been carried.
+        """
+        self._random()
+        self._engine.skip()
+
     def carry(
         self,
         source: NodeId,

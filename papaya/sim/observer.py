@@ -106,3 +106,4 @@ class Hooks:
         self.trained = overridden(Observer.on_trained)
         self.sealed = overridden(Observer.on_sealed)
         self.departed = overridden(Observer.on_departed)
+        self.sees_messages = bool(self.sent or self.request or self.reply or self.after_event)
