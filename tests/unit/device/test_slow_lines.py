@@ -47,11 +47,14 @@ async def a_line(script: Script) -> AsyncIterator[str]:
         await asyncio.sleep(0)
 
 
-async def ask(url: str, timeout_s: float) -> tuple[Message | None, int]:
-    told: list[None] = []
+async def ask(url: str, timeout_s: float) -> tuple[Message | None, list[float]]:
+    """The answer, and when the device was told that bytes move, in seconds before the end."""
+    told: list[float] = []
+    now = asyncio.get_running_loop().time
     async with process() as host:
-        found = await host.selectors.ask(url, None, CHUNK, timeout_s, lambda: told.append(None))
-    return found, len(told)
+        found = await host.selectors.ask(url, None, CHUNK, timeout_s, lambda: told.append(now()))
+    over_at = now()
+    return found, [over_at - at for at in told]
 
 
 def test_a_chunk_that_moves_slowly_is_answered_after_the_time_for_a_request() -> None:
@@ -68,7 +71,7 @@ def test_a_chunk_that_moves_slowly_is_answered_after_the_time_for_a_request() ->
             found, told = await ask(url, timeout_s=3.0)
             assert found == ChunkReceived("u1", 0)
             assert asyncio.get_running_loop().time() - began_at > 3.0
-            assert told >= 2
+            assert len(told) >= 2
 
     asyncio.run(scenario())
 
@@ -79,7 +82,10 @@ def test_a_chunk_that_stands_still_is_given_up() -> None:
 
     async def scenario() -> None:
         async with a_line(still) as url:
-            assert await ask(url, timeout_s=0.2) == (None, 0)
+            found, told = await ask(url, timeout_s=0.2)
+            assert found is None
+            # The kernel takes the first pieces, which can take long on a busy machine.
+            assert all(ago > 0.1 for ago in told)
 
     asyncio.run(scenario())
 
