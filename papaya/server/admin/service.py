@@ -151,11 +151,9 @@ class AdminService:
         return tuple([await self._view(row, heads) for row in tasks])
 
     async def task(self, task: TaskId) -> TaskDetail:
-        found = await self.rows(task)
+        found, others = await self._snapshot(task, _shown_keys)
         task = found.task
         points = await self.all_points(task)
-        keys = (manifest_key(task), endings_key(task), share_key(task), rollout_key(task))
-        others = await self.state.read(keys)
         manifest, endings = others.get(manifest_key(task)), others.get(endings_key(task))
         total = endings.total if isinstance(endings, EndingsRow) else {}
         rollout = others.get(rollout_key(task))
@@ -436,14 +434,23 @@ class AdminService:
 
     async def rows(self, task: TaskId) -> TaskRows:
         """The rows of a task, by its id, or of the newest run of a task with this name."""
-        rows = await self.state.read((*owner.owner_prefixes(task), deleted_key(task)))
+        found, _ = await self._snapshot(task)
+        return found
+
+    async def _snapshot(
+        self, task: TaskId, others: Callable[[TaskId], tuple[str, ...]] = lambda _: ()
+    ) -> tuple[TaskRows, Mapping[str, Row]]:
+        """Also every row of the same moment, with `others`: keys for the id of the run."""
+        keys = (*owner.owner_prefixes(task), *others(task), deleted_key(task))
+        rows = await self.state.read(keys)
         if isinstance(rows.get(task_key(task)), TaskRow) and deleted_key(task) not in rows:
-            return TaskRows(task, rows)
+            return TaskRows(task, rows), rows
         newest = await self.newest_run(task)
         if newest is None:
             raise await self._no_task(task)
         run = newest.config.task
-        return TaskRows(run, await self.state.read(owner.owner_prefixes(run)))
+        rows = await self.state.read((*owner.owner_prefixes(run), *others(run)))
+        return TaskRows(run, rows), rows
 
     async def _no_task(self, task: TaskId) -> NotFound:
         """The error for an unknown name, with a similar name that exists."""
@@ -540,6 +547,11 @@ def versions_per_minute(points: tuple[PointRow, ...], row: TaskRow, now: float) 
     if len(points) < 2 or until <= points[0].created:
         return 0.0
     return 60 * (points[-1].version - points[0].version) / (until - points[0].created)
+
+
+def _shown_keys(task: TaskId) -> tuple[str, ...]:
+    """What a view of a task shows, beside the rows that its owner changes."""
+    return manifest_key(task), endings_key(task), share_key(task), rollout_key(task)
 
 
 def _rollout_view(

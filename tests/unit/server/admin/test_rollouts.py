@@ -25,6 +25,7 @@ from papaya.messages.storage import (
     PointRow,
     RolloutPlan,
     RolloutRow,
+    Row,
     TaskRow,
     Transaction,
     VersionRow,
@@ -296,6 +297,28 @@ def test_a_task_that_ends_ends_its_rollout(tmp_path: Path) -> None:
         await own.turn()
         assert (await own.view()).state == "ended"
         assert own.rollout().fallback == b""
+
+    rolling(tmp_path, test)
+
+
+def test_a_view_shows_the_rollout_and_the_task_of_one_moment(tmp_path: Path) -> None:
+    async def test(own: Rolling) -> None:
+        await own.begin()
+        read, service = own.system.state.read, own.system.service
+
+        async def rolled_back_after(prefixes: tuple[str, ...]) -> dict[str, Row]:
+            rows = await read(prefixes)
+            own.system.state.read = read  # type: ignore[method-assign]
+            await rollouts.end(service, own.task, EndRollout("roll_back"), BY)
+            return rows
+
+        own.system.state.read = rolled_back_after  # type: ignore[method-assign]
+        seen = await service.task(own.task)
+        now = await service.task(own.task)
+        assert seen.rollout is not None
+        assert now.rollout is not None
+        assert (seen.rollout.state, seen.task.revision) == ("running", 1)
+        assert (now.rollout.state, now.task.revision) == ("rolled_back", 3)
 
     rolling(tmp_path, test)
 
