@@ -1,4 +1,4 @@
-"""What a simulated run does beside the protocol: first model, training, sealing, wire format.
+"""What a simulated run does beside the protocol: first model, training, sums, sealing, wire format.
 
 By default devices train nothing and upload what protocol_updates.py makes of their session.
 """
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from papaya.aggregator.masked_sum import Tsa
+from papaya.aggregator.shards import Shards
 from papaya.client.work import Seal, Sealed, Train
 from papaya.config import TaskConfig
 from papaya.learning.parameters import FLOAT32, Vector
@@ -21,6 +23,7 @@ from papaya.messages.control import (
     SelectorOrders,
     SelectorReport,
 )
+from papaya.secagg.words import Entropy
 from papaya.sim.protocol_updates import protocol_evaluation, protocol_update
 from papaya.sim.tsa_twin import sealed
 
@@ -49,6 +52,10 @@ class Behaviour:
         """The masked update and the sealed seed; SecureAggregationError if the device refuses."""
         now, number = device.cluster.engine.now, device.visit.device
         return sealed(work, now, rng, device.bundles.manifest, number)
+
+    def shards(self, tsa: Tsa, entropy: Entropy) -> Shards:
+        """The arithmetic of an aggregator that starts."""
+        return Shards(tsa=tsa, entropy=entropy)
 
     def carry(self, message: Message) -> Message:
         """What the receiver of a message gets: here, the same object."""

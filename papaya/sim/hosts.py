@@ -262,7 +262,7 @@ class SimulatedAggregatorHost(SimulatedHost):
         self.freezes_at_work_s = 0.0
         self._noise = Random(f"{cluster.seed}/noise/{node}")
         self._fold_times = Random(f"{cluster.seed}/folds/{node}")
-        self._shards = Shards(tsa=cluster.tsa.adapter, entropy=self._noise.randbytes)
+        self._shards = self._new_shards()
         self._carry_out |= {
             GetOffers: self._get_offers,
             Forget: self._forget,
@@ -276,8 +276,11 @@ class SimulatedAggregatorHost(SimulatedHost):
         }
 
     def start(self, clock_ahead_s: float = 0.0) -> None:
-        self._shards = Shards(tsa=self.cluster.tsa.adapter, entropy=self._noise.randbytes)
+        self._shards = self._new_shards()
         super().start(clock_ahead_s)
+
+    def _new_shards(self) -> Shards:
+        return self.cluster.behaviour.shards(self.cluster.tsa.adapter, self._noise.randbytes)
 
     def take(self, request: Message, path: Path) -> None:
         """Has a short way for heartbeats: a client does nothing when it gets `Alive`."""

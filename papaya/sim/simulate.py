@@ -13,6 +13,7 @@ from papaya.config import AsyncFL, SyncFL, TaskConfig
 from papaya.config.checks import require
 from papaya.errors import ConfigError
 from papaya.sim.cluster import Cluster, ClusterConfig
+from papaya.sim.counted_updates import behaviour_without_model
 from papaya.sim.report import RunReport, RunWatch
 
 _MAX_HOURS = 10_000
@@ -51,7 +52,8 @@ def simulate(
         raise ConfigError.of("warm_up_s", warm_up_s, "leaves no window to report on", remedy)
     sample_s = float(max(1, math.ceil(until_s / _MAX_SAMPLES)))
     watch = RunWatch(warm_up_s=warm_up_s, sample_s=sample_s)
-    cluster = Cluster(config, seed, observers=[watch])
+    behaviour = behaviour_without_model(config.tasks)
+    cluster = Cluster(config, seed, observers=[watch], behaviour=behaviour)
     steps = max(100, math.ceil(until_s / 60))
     for step in range(1, steps + 1):
         cluster.run(until_s * step / steps)

@@ -29,6 +29,7 @@ from papaya.errors import InvariantError, OperatorError
 from papaya.messages.base import SessionId
 from papaya.messages.storage import ConsumedRow, Row, Transaction
 from papaya.sim.cluster import Cluster, ClusterConfig
+from papaya.sim.counted_updates import behaviour_without_model
 from papaya.sim.devices import SimulatedDevice
 from papaya.sim.draws import Floats, Ints
 from papaya.sim.engine import rare_garbage_collection
@@ -302,7 +303,8 @@ def record(
         expected_s = min(least_s(config, updates), 3600 * hours)
         sample_s = float(max(1, math.ceil(expected_s / _MAX_SAMPLES)))
     watch, recorder = RunWatch(warm_up_s=warm_up_s, sample_s=sample_s), Recorder()
-    cluster = Cluster(config, seed, observers=[watch, recorder])
+    behaviour = behaviour_without_model(config.tasks)
+    cluster = Cluster(config, seed, observers=[watch, recorder], behaviour=behaviour)
     with rare_garbage_collection():  # between the steps as well
         while cluster.engine.now < 3600 * hours and recorder.counted < updates:
             cluster.run(min(cluster.engine.now + _STEP_S, 3600 * hours))

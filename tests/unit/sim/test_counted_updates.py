@@ -1,0 +1,46 @@
+"""Runs whose model nobody looks at: the protocol does the same without arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from papaya.config import Aggregation, AsyncFL, SyncFL, TaskConfig, Weighting
+from papaya.sim.behaviour import Behaviour
+from papaya.sim.cluster import Cluster, ClusterConfig
+from papaya.sim.counted_updates import WithoutModel, behaviour_without_model
+from papaya.sim.population import PopulationConfig
+from papaya.study.trace import Recorder
+
+
+def a_task(regime: AsyncFL | SyncFL = AsyncFL(10), **settings: Any) -> TaskConfig:  # noqa: B008
+    return TaskConfig(task="words", concurrency=40, model_length=4, regime=regime, **settings)
+
+
+def recorded(task: TaskConfig, behaviour: Behaviour) -> tuple[list[bytes], list[bytes]]:
+    """The trace of a run in which the aggregator fails once."""
+    config = ClusterConfig(tasks=(task,), population=PopulationConfig(size=100_000))
+    recorder = Recorder()
+    cluster = Cluster(config, 5, observers=[recorder], behaviour=behaviour)
+    cluster.run(120.0)
+    host = cluster.hosts["aggregator-0"]
+    host.crash()
+    host.start()
+    cluster.run(300.0)
+    assert recorder.version >= 2
+    return recorder.since(0, 0)
+
+
+@pytest.mark.parametrize("regime", [AsyncFL(10), SyncFL(0.3)])
+def test_the_trace_is_that_of_a_run_with_arithmetic(regime: AsyncFL | SyncFL) -> None:
+    task = a_task(regime)
+    assert recorded(task, WithoutModel()) == recorded(task, Behaviour())
+
+
+def test_arithmetic_is_left_out_only_if_servers_do_not_look_at_numbers() -> None:
+    plain, clipped = a_task(), a_task(clip=8.0)
+    median = a_task(weighting=Weighting("equal"), aggregation=Aggregation("median"))
+    assert isinstance(behaviour_without_model((plain, plain)), WithoutModel)
+    for task in (clipped, median):
+        assert not isinstance(behaviour_without_model((plain, task)), WithoutModel)
