@@ -6,15 +6,11 @@ from papaya.config.evaluation import Evaluated, EvaluationPlan, StopRule
 from papaya.config.metrics import MetricBounds, MetricTarget
 from papaya.config.optimizer import OptimizerConfig
 from papaya.config.privacy import EvaluationTerms, Privacy, PrivacyTerms, PrivateEvaluation
+from papaya.config.regime import AsyncFL, SyncFL
+from papaya.config.requirements import Requirements
 from papaya.config.server import DeviceConfig, ServerConfig
-from papaya.config.task import (
-    MAX_MODEL_LENGTH,
-    AsyncFL,
-    Requirements,
-    SecureAggregation,
-    SyncFL,
-    TaskConfig,
-)
+from papaya.config.task import SecureAggregation, TaskConfig
+from papaya.config.task_checks import MAX_MODEL_LENGTH
 
 __all__ = [
     "MAX_MODEL_LENGTH",
