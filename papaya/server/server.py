@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,7 +28,6 @@ from msgspec import structs
 from papaya import __version__
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.masked_sum import Tsa
-from papaya.aggregator.sessions import longest_ticket_life_s
 from papaya.clock import Clock
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
@@ -44,18 +42,13 @@ from papaya.http.routes import HttpRoute
 from papaya.learning import entry_points
 from papaya.messages.base import Message, NodeId
 from papaya.messages.control import Drain
-from papaya.messages.events import ClockDiffers, NodeStarted, ServerStarted, TokenReplaced
+from papaya.messages.events import NodeStarted, ServerStarted
 from papaya.messages.participation import Complete
 from papaya.messages.storage import (
-    REVOKED,
-    TASKS,
     AdminAddressRow,
     Changed,
-    Revoked,
-    TaskRow,
     Transaction,
     admin_address_key,
-    revoked_devices,
 )
 from papaya.selector.selector import Selector
 from papaya.server import public_log
@@ -87,31 +80,23 @@ from papaya.server.metrics import (
     TsaCollector,
     watch_process,
 )
+from papaya.server.node_names import NodeNames
 from papaya.server.open_files import connections_within
 from papaya.server.peers import message_route
 from papaya.server.replies import WaitingDevice, blame_peer, problem, retry_after_s
 from papaya.server.resources import Resources
 from papaya.server.tsa import TsaConnection
 from papaya.server.tsa_fleet import TsaFleet
+from papaya.server.upkeep import Upkeep
 from papaya.server.uploads import Uploads
 from papaya.server.webhooks import Webhook
 from papaya.server.workers import Workers, threaded_shards
-from papaya.verifiable_log.errors import LogError
-
-if TYPE_CHECKING:
-    from papaya.store.s3_blobs import S3Blobs
 
 logger = logging.getLogger("papaya.server")
 
 _CUT_OFF_S = 2.0
 _QUIET_POLL_S = 0.05
-_KEY_LIFE_S = 7 * 86400.0
 _TELLS_PER_HEARTBEAT = 4
-_REMOVE_EVERY_S = 3600.0
-_PUBLISH_EVERY_S = 30.0
-_LOOK_AT_FILES_S = 10.0
-_BEATS_UNTIL_ALL_REPORTED = 3
-_ANY_ADDRESS = ("0.0.0.0", "::")
 
 
 class Server:
@@ -134,10 +119,10 @@ class Server:
         self.failed = asyncio.Event()  # set if the process should be restarted
         self.failure: PapayaError | None = None  # why, if it is not a bug
         self._clock = Clock() if clock is None else clock
-        self._is_alone = roles == ROLES and not deployment.coordinators
+        self._names = NodeNames(deployment, roles, self.addresses)
         most = deployment.max_connections
         if open_files is not None:
-            listeners = 1 + self._serves_devices + (not self._is_alone)
+            listeners = 1 + self._serves_devices + (not self._names.is_alone)
             most = connections_within(open_files, most, listeners)
         self._limits = ListenerLimits(max_connections=most)
         each = deployment.max_connections_per_address
@@ -148,8 +133,8 @@ class Server:
         self._hosts: dict[Role, Host] = {}
         self._operations: Health
         self._door: Door | None = None
-        self._revoked: tuple[str, ...] = ()
-        self._events = EventRows(self._name())
+        self._upkeep: Upkeep
+        self._events = EventRows(self._names.process)
         self._tsas: TsaFleet | None = None
 
     # -- start and stop -----------------------------------------------------------------------
@@ -158,26 +143,27 @@ class Server:
         started = ServerStarted(__version__, self.roles, self._settings())
         log(started)
         entry_points.load(entry_points.parsed(self.deployment.extensions))
-        host = None if self._is_alone else await self._called_host()
+        host = None if self._names.is_alone else await self._names.called_host()
         certificates = Certificates(self.deployment, self.roles, host)
         metrics = DriverMetrics()
         self._resources = await Resources.open(
-            self.deployment, certificates, self._name(), self._clock, metrics.observe_commit
+            self.deployment, certificates, self._names.process, self._clock, metrics.observe_commit
         )
+        self._upkeep = Upkeep(self.deployment, self._names, self._resources, self._hosts)
         try:
             self._events.open(self._resources.state)
             self._events.offer(started, "")
             listeners.append(self._events.offer)
             self._operations = Health(metrics, self._resources.clock.now, self._resources.state)
-            if not self._is_alone:
+            if not self._names.is_alone:
                 await self._listen("servers", self.deployment.servers, self._servers_routes())
             formats = Formats()
             formats.check(await self._resources.state.read(Formats.prefixes))
             boots = Boots(self._resources.state)
             for role in self.roles:
-                boot = await boots.take(self._node(role))
+                boot = await boots.take(self._names.node(role))
                 self._hosts[role] = self._make_host(role, boot)
-                log(NodeStarted(boot), self._node(role))
+                log(NodeStarted(boot), self._names.node(role))
             for running in self._hosts.values():
                 self._resources.peers.hosts[running.machine.node] = running
                 running.start()
@@ -185,14 +171,14 @@ class Server:
             self._operations.watch_peers(self._resources.peers)
             metrics.registry.register(CertificateCollector(certificates))
             watch_process(metrics.registry)
-            await self._tell_revoked()
+            await self._upkeep.tell_revoked()
             await self._open_doors()
-            self._look_after(self._refresh())
+            self._look_after(self._upkeep.refresh())
             self._look_after(self._watch_cluster(boots, formats))
             if (bucket := self._resources.bucket) is not None:
-                self._look_after(self._remove_deleted(bucket))
-                self._look_after(self._publish_log(bucket))
-            self._look_after(self._watch_certificates())
+                self._look_after(self._upkeep.remove_deleted(bucket))
+                self._look_after(self._upkeep.publish_log(bucket, self._log))
+            self._look_after(self._upkeep.watch_certificates())
             self._look_after(keep_telling())
             self._look_after(self._events.run(prunes="coordinator" in self.roles))
             self._start_webhooks()
@@ -263,14 +249,14 @@ class Server:
         """Uploads may finish within `drain_s`; handing the tasks over takes at most 3 heartbeats
         more. A process that is alone has nobody to hand them to.
         """
-        hosts, drain = self._hosts, Drain(is_alone=self._is_alone)
+        hosts, drain = self._hosts, Drain(is_alone=self._names.is_alone)
         if "selector" in hosts:
             hosts["selector"].deliver(drain)
         aggregator = hosts.get("aggregator")
         if isinstance(aggregator, AggregatorHost):
             aggregator.deliver(drain)
             await self._until_may_stop(aggregator.machine, self.deployment.drain_s)
-            if not self._is_alone:
+            if not self._names.is_alone:
                 aggregator.deliver(Drain(drops_uploads=True))
                 await self._until_may_stop(aggregator.machine, self.deployment.server.dead_after_s)
         if "coordinator" in hosts:
@@ -319,127 +305,12 @@ class Server:
         self.failed.set()
 
     async def _watch_cluster(self, boots: Boots, formats: Formats) -> None:
-        """Stop if another process has started as one of the nodes of this one, or if the others
-        write a format that this version does not know.
-        """
-        state, beats = self._resources.state, 0
-        while True:
-            await asyncio.sleep(self.deployment.server.heartbeat_s)
-            try:
-                rows = await state.read(Formats.prefixes)
-                boots.check(rows)
-                formats.check(rows)
-                nodes = self._nodes_if_leader()
-                beats = 0 if nodes is None else beats + 1
-                # A new leader waits until every live process has reported to it.
-                if nodes is not None and beats > _BEATS_UNTIL_ALL_REPORTED:
-                    raised = formats.raised(rows, nodes)
-                    if raised is not None and await state.transact(raised) == "committed":
-                        logger.info("all servers know the next format: they may write it now")
-            except OperatorError as error:
-                self.failure = error
-                return
-
-    def _nodes_if_leader(self) -> tuple[NodeId, ...] | None:
-        """All nodes of the cluster, if this process leads."""
-        host, now = self._hosts.get("coordinator"), self._resources.clock.now()
-        if host is None or not isinstance(coordinator := host.machine, Coordinator):
-            return None
-        if not coordinator.leadership.leads(now):
-            return None
-        fleet = coordinator.fleet
-        return (*self._coordinators(), *fleet.live_aggregators(now), *fleet.selectors)
-
-    async def _remove_deleted(self, bucket: S3Blobs) -> None:
-        """Remove blobs that were deleted long enough ago."""
-        keep_s = self.deployment.keep_deleted_s
-        while True:
-            try:
-                if removed := await asyncio.to_thread(bucket.remove_expired, keep_s):
-                    logger.info("removed %d blobs that were deleted %g s ago", removed, keep_s)
-            except PapayaError as error:
-                logger.warning("%s; deleted blobs stay (hint: %s)", error, error.hint)
-            await asyncio.sleep(min(_REMOVE_EVERY_S, keep_s))
-
-    async def _publish_log(self, bucket: S3Blobs) -> None:
-        """Keep the copy of the public log in the bucket up to date, if this machine has it."""
-        published: set[str] = set()
-        while True:
-            try:
-                await asyncio.to_thread(public_log.publish, self._log, bucket, published)
-            except (PapayaError, LogError, OSError) as error:
-                logger.warning("cannot publish the log: %s", error)
-            await asyncio.sleep(_PUBLISH_EVERY_S)
-
-    async def _watch_certificates(self) -> None:
-        while True:
-            await asyncio.sleep(min(self.deployment.server.heartbeat_s, _LOOK_AT_FILES_S))
-            self._resources.certificates.refresh()
-            try:
-                for name in self._resources.refresh_tokens():
-                    log(TokenReplaced(name))
-            except OperatorError as error:
-                logger.error("using the old tokens: %s (hint: %s)", error, error.hint)
-
-    async def _watch_clocks(self, live: CoordinatorLive) -> None:
-        """Log each clock that differs from the leader's, once."""
-        told: dict[NodeId, bool] = {}
-        while True:
-            await asyncio.sleep(self.deployment.server.heartbeat_s)
-            found = {clock.node: clock for clock in live.clocks()}
-            for node, clock in found.items():
-                if told.get(node) is not clock.is_refused:
-                    log(ClockDiffers(node, round(clock.ahead_s, 1), clock.is_refused))
-            told = {node: clock.is_refused for node, clock in found.items()}
-
-    async def _refresh(self) -> None:
-        """Every heartbeat: read revocations, and the keys, so that all servers know a key before
-        it seals.
-        """
-        shared = self._resources
-        while True:
-            await asyncio.sleep(self.deployment.server.heartbeat_s)
-            try:
-                await self._tell_revoked()
-                await self._refresh_keys(shared.clock.now())
-            except LostHistory:
-                raise
-            except PapayaError:
-                logger.exception("cannot read ticket keys or revocations; using the old ones")
-
-    async def _tell_revoked(self) -> None:
-        """Tell selectors and aggregators which devices are revoked, if that has changed."""
-        devices = revoked_devices((await self._resources.state.read((REVOKED,))).items())
-        if devices != self._revoked:
-            self._revoked = devices
-            for role, host in self._hosts.items():
-                if role != "coordinator":
-                    host.deliver(Revoked(devices))
-
-    async def _refresh_keys(self, now: float) -> None:
-        keys = self._resources.keys
-        await keys.refresh(now)
-        if "coordinator" in self.roles and keys.newest_age_s(now) > _KEY_LIFE_S:
-            rows = await self._resources.state.read((TASKS,))
-            lives = (
-                longest_ticket_life_s(row, self.deployment.server)
-                for row in rows.values()
-                if isinstance(row, TaskRow)
-            )
-            await keys.rotate(now, os.urandom, max(lives, default=0.0))
+        try:
+            await self._upkeep.watch_cluster(boots, formats)
+        except OperatorError as error:
+            self.failure = error
 
     # -- roles --------------------------------------------------------------------------------
-
-    def _name(self) -> str:
-        """A name that is unique among the processes of one cluster."""
-        if self._is_alone:
-            return "server"
-        name = f"{'-'.join(self.roles)}@{self.deployment.announce or self.deployment.servers}"
-        return f"{name}-{os.getpid()}" if name.endswith(":0") else name
-
-    def _node(self, role: Role) -> NodeId:
-        where = self.deployment.announce or self.addresses.get("servers")
-        return role if self._is_alone else f"{role}@{where}"
 
     @property
     def _serves_devices(self) -> bool:
@@ -447,67 +318,21 @@ class Server:
         takes_uploads = "aggregator" in self.roles and bool(self.deployment.upload_url)
         return "selector" in self.roles or takes_uploads
 
-    async def _called_host(self) -> str:
-        """The host at which others call this server. They must be able to reach it, and it them."""
-        names = self.deployment.coordinators
-        own = self.deployment.announce or self.deployment.servers
-        host, _ = address("servers", own)
-        if host in _ANY_ADDRESS:
-            raise OperatorError(
-                f"servers = {own!r} is not an address that other servers can call",
-                hint='set announce to the name or address of this machine: announce = "host:8752"',
-            )
-        is_known = own in names or own.endswith(":0") or "coordinator" not in self.roles
-        if names and not is_known:
-            raise OperatorError(
-                f"no other server knows this coordinator: it is at {own}, and coordinators has "
-                f"{', '.join(names)}",
-                hint="list its servers address, or its announce address, in coordinators",
-            )
-        await self._check_names(names)
-        return host
-
-    async def _check_names(self, names: tuple[str, ...]) -> None:
-        """Refuse to start if no coordinator's name has an address; one of several may be away."""
-        loop, missing = asyncio.get_running_loop(), []
-        for name in names:
-            try:
-                await loop.getaddrinfo(*address("coordinators", name))
-            except OSError as error:
-                missing.append(name)
-                logger.warning("coordinators: %s has no address: %s", name, error)
-        if missing and len(missing) == len(names):
-            raise OperatorError(
-                f"coordinators: {', '.join(missing)} has no address",
-                hint=f"check the name and the DNS: getent hosts {missing[0].rpartition(':')[0]}",
-            )
-
-    def _coordinators(self) -> tuple[NodeId, ...]:
-        if self.deployment.coordinators:
-            return tuple(f"coordinator@{where}" for where in self.deployment.coordinators)
-        if "coordinator" in self.roles:
-            return (self._node("coordinator"),)
-        raise OperatorError(
-            f"{' and '.join(self.roles)} cannot run without a coordinator",
-            hint="set coordinators in the configuration file to the `servers` address "
-            'of each coordinator: coordinators = ["host:8752"]',
-        )
-
     def _make_host(self, role: Role, boot: int) -> Host:
         shared, server = self._resources, self.deployment.server
-        start = (self._node(role), boot, shared.clock.now(), server)
+        start = (self._names.node(role), boot, shared.clock.now(), server)
         keyring = shared.keys.keyring
         around = (shared.clock, shared.state, shared.peers)
         match role:
             case "coordinator":
                 return Host(Coordinator(*start, SystemRandom()), *around)
             case "selector":
-                return Host(Selector(*start, keyring, self._coordinators()), *around)
+                return Host(Selector(*start, keyring, self._names.coordinators()), *around)
             case "aggregator":
                 pool = self._upload_pool()
                 among = (
                     keyring,
-                    self._coordinators(),
+                    self._names.coordinators(),
                     pool.total_bytes,
                     self.deployment.upload_url,
                 )
@@ -659,7 +484,7 @@ class Server:
             identifies_devices=self.deployment.device_tokens not in ("shared", "none"),
             has_seen=self._has_seen,
             evidence=self._evidence,
-            coordinators=self._coordinators(),
+            coordinators=self._names.coordinators(),
         )
         identities = Identities(state, shared.admin_token, now, _provider(self.deployment.oidc))
         routes = AdminRoutes(service, identities)
@@ -696,7 +521,7 @@ class Server:
         coordinator = machines.get("coordinator")
         if isinstance(coordinator, Coordinator):
             live = CoordinatorLive(coordinator, now, self.roles, server.dead_after_s)
-            self._look_after(self._watch_clocks(live))
+            self._look_after(self._upkeep.watch_clocks(live))
             return live
         [machine] = machines.values()
         assert isinstance(machine, Selector | Aggregator)
