@@ -7,7 +7,7 @@ overall training time by only 17% while increasing communication costs by 73%".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Literal
 
@@ -32,6 +32,10 @@ from papaya.study.run import RecordingPlan
 
 KEY = "sync-scaling"
 
+_Unit = Literal["hours", "trips"]
+_Runs = Mapping[int, list[Reached]]
+"""Of one text, by concurrency."""
+
 
 def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     every = [sync_plan(scale, c, seed) for c in scale.concurrencies for seed in seeds]
@@ -40,28 +44,62 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     found = {name_of(data): _measure(lab, scale, seeds, data) for data in scale.data}
+    first, (low, high) = scale.concurrencies[0], scale.concurrencies[-2:]
+    return Result(
+        key=KEY,
+        title="SyncFL at growing concurrency",
+        paper="Figure 3: training time and trips of SyncFL, concurrency 130 to 2600",
+        claims=tuple(
+            one
+            for name, by in found.items()
+            for one in (
+                _claim(name, by, low, high, "training time falls", -17.0, "hours"),
+                _claim(name, by, low, high, "communication trips grow", 73.0, "trips"),
+            )
+        ),
+        findings=tuple(
+            one
+            for name, by in found.items()
+            for one in (
+                _finding(name, by, first, high, "time", "hours"),
+                _finding(name, by, first, high, "trips", "trips"),
+            )
+        ),
+        plots=(charts.by_concurrency(lab.folder, KEY, _panels(found, low, high)),),
+        notes=(
+            ONE_RATE,
+            (
+                "Over-selected clients whose upload came too late are trips, as they are for a "
+                "server."
+            ),
+        ),
+    )
+
+
+def _claim(
+    name: str, by: _Runs, low: int, high: int, what: str, papers: float, unit: _Unit
+) -> PaperClaim:
+    change = compared(by[high], by[low], unit).changes
+    return PaperClaim(
+        statement=f"{name}: from {low} to {high} clients, {what}",
+        paper=f"{papers:+g} %",
+        expected=papers,
+        values=change.values,
+        bound=change.bound,
+        unit="%",
+    )
+
+
+def _finding(name: str, by: _Runs, first: int, high: int, what: str, unit: _Unit) -> Finding:
+    values, bound = compared(by[high], by[first], unit).changes
+    text = f"{name}: {what}, {first} to {high}"
+    return Finding(name=text, values=values, bound=bound, unit="%")
+
+
+def _panels(found: Mapping[str, _Runs], low: int, high: int) -> list[charts.Panel]:
     hours = {name: {c: exact_hours(at) for c, at in by.items()} for name, by in found.items()}
     trips = {name: {c: [r.trips for r in at] for c, at in by.items()} for name, by in found.items()}
-    low, high = scale.concurrencies[-2:]
-    first = scale.concurrencies[0]
-
-    def claim(name: str, what: str, papers: float, unit: Literal["hours", "trips"]) -> PaperClaim:
-        change = compared(found[name][high], found[name][low], unit).changes
-        return PaperClaim(
-            statement=f"{name}: from {low} to {high} clients, {what}",
-            paper=f"{papers:+g} %",
-            expected=papers,
-            values=change.values,
-            bound=change.bound,
-            unit="%",
-        )
-
-    def finding(name: str, what: str, unit: Literal["hours", "trips"]) -> Finding:
-        values, bound = compared(found[name][high], found[name][first], unit).changes
-        text = f"{name}: {what}, {first} to {high}"
-        return Finding(name=text, values=values, bound=bound, unit="%")
-
-    panels = [
+    return [
         charts.Panel(
             "Time to the target",
             "hours",
@@ -76,35 +114,9 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
             paper=tuple((high, 1.73 * fmean(by[low])) for by in trips.values()),
         ),
     ]
-    return Result(
-        key=KEY,
-        title="SyncFL at growing concurrency",
-        paper="Figure 3: training time and trips of SyncFL, concurrency 130 to 2600",
-        claims=tuple(
-            one
-            for name in found
-            for one in (
-                claim(name, "training time falls", -17.0, "hours"),
-                claim(name, "communication trips grow", 73.0, "trips"),
-            )
-        ),
-        findings=tuple(
-            one
-            for name in found
-            for one in (finding(name, "time", "hours"), finding(name, "trips", "trips"))
-        ),
-        plots=(charts.by_concurrency(lab.folder, KEY, panels),),
-        notes=(
-            ONE_RATE,
-            (
-                "Over-selected clients whose upload came too late are trips, as they are for a "
-                "server."
-            ),
-        ),
-    )
 
 
-def _measure(lab: Lab, scale: Scale, seeds: Sequence[int], data: str) -> dict[int, list[Reached]]:
+def _measure(lab: Lab, scale: Scale, seeds: Sequence[int], data: str) -> _Runs:
     chosen, share = papers_rates(lab, scale, "SyncFL", data), papers_target(lab, scale, data)
     return {
         c: reached(lab, share, [sync_plan(scale, c, seed) for seed in seeds], chosen, data)
