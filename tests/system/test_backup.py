@@ -51,6 +51,32 @@ def until_newer(admin: Admin, backup: Path) -> None:
     admin.until_task(TASK.task, lambda line: line["version"] > saved, _STEP_S)
 
 
+def refusal(*restore: object) -> str:
+    """What a restoration says that must not take place."""
+    ended = run_to_the_end("store", "restore", *map(str, restore), "--yes")
+    assert ended.returncode == 2
+    return ended.stderr
+
+
+async def train(server: ServerProcess, folder: Path, token: str, *backup: object) -> set[SessionId]:
+    """The sessions that were acknowledged. `backup`: make one meanwhile."""
+    urls = [f"http://{server.addresses['devices']}"]
+    async with fleet(folder, urls, token, 8, briefly) as flying:
+        await counted(flying, 8)
+        if backup:
+            done = await asyncio.to_thread(store, "backup", *backup)
+            assert done["missing"] == []
+            await counted(flying, 12)
+        await flying.go_home(_STEP_S)
+        return flying.book.of(TASK.task)
+
+
+def each_counts_once(found: Books, acknowledged: set[SessionId]) -> None:
+    times = found.counted()
+    assert acknowledged <= times.keys()
+    assert set(times.values()) == {1}
+
+
 def test_a_backup_under_traffic_is_restored_as_a_new_generation(tmp_path: Path) -> None:
     backup = tmp_path / "backup"
     with Installation(tmp_path) as installation:
@@ -69,9 +95,7 @@ def test_a_backup_under_traffic_is_restored_as_a_new_generation(tmp_path: Path) 
 
         asyncio.run(train_across_the_backup())
         until_newer(admin, backup)
-        refused = run_to_the_end("store", "restore", str(backup), "--data", str(data), "--yes")
-        assert refused.returncode == 2
-        assert "a server runs on" in refused.stderr
+        assert "a server runs on" in refusal(backup, "--data", data)
         server.kill()
         lost = Books(data, TASK.task)
 
@@ -91,20 +115,11 @@ def test_a_backup_under_traffic_is_restored_as_a_new_generation(tmp_path: Path) 
         restored.parameters(head)
 
         server.start()
-
-        async def train_again() -> set[SessionId]:
-            async with fleet(tmp_path / "new-devices", urls, token, 12, briefly) as flying:
-                await counted(flying, 12)
-                await flying.go_home(_STEP_S)
-                return flying.book.of(TASK.task)
-
-        acknowledged = asyncio.run(train_again())
+        acknowledged = asyncio.run(train(server, tmp_path / "new-devices", token))
         assert server.stop() == 0
         found = Books(data, TASK.task)
         assert found.newest > head > lost.newest + JUMP - 1
-        times = found.counted()
-        assert acknowledged <= times.keys()
-        assert set(times.values()) == {1}
+        each_counts_once(found, acknowledged)
 
 
 def test_a_database_and_a_bucket_are_backed_up_and_restored(tmp_path: Path) -> None:
@@ -131,25 +146,10 @@ def test_a_database_and_a_bucket_are_backed_up_and_restored(tmp_path: Path) -> N
         Admin(server.addresses["admin"], admin_token).submit(TASK)
         one, two = (("--config", installation.folder / f"{name}.toml") for name in ("old", "new"))
 
-        async def train(server: ServerProcess, devices: str, *backup: object) -> set[SessionId]:
-            urls = [f"http://{server.addresses['devices']}"]
-            async with fleet(tmp_path / devices, urls, token, 8, briefly) as flying:
-                await counted(flying, 8)
-                if backup:
-                    done = await asyncio.to_thread(store, "backup", *backup)
-                    assert done["missing"] == []
-                    await counted(flying, 12)
-                await flying.go_home(_STEP_S)
-                return flying.book.of(TASK.task)
-
-        asyncio.run(train(server, "devices", tmp_path / "backup", *one))
+        asyncio.run(train(server, tmp_path / "devices", token, tmp_path / "backup", *one))
         until_newer(Admin(server.addresses["admin"], admin_token), tmp_path / "backup")
         assert server.stop() == 0
-        refused = run_to_the_end(
-            "store", "restore", *map(str, (tmp_path / "backup", *one)), "--yes"
-        )
-        assert refused.returncode == 2
-        assert "the database already holds state" in refused.stderr
+        assert "the database already holds state" in refusal(tmp_path / "backup", *one)
         store("backup", tmp_path / "lost", *one)
         lost, saved = Books(tmp_path / "lost", TASK.task), Books(tmp_path / "backup", TASK.task)
         assert lost.newest > saved.newest
@@ -158,18 +158,13 @@ def test_a_database_and_a_bucket_are_backed_up_and_restored(tmp_path: Path) -> N
         [[_, version, head]] = store("restore", tmp_path / "backup", *two)["continued"]
         assert version == saved.newest
         store("restore", tmp_path / "backup", *two, "--yes")
-        refused = run_to_the_end(
-            "store", "restore", *map(str, (tmp_path / "backup", *two)), "--yes"
-        )
-        assert "the database already holds state" in refused.stderr
+        assert "the database already holds state" in refusal(tmp_path / "backup", *two)
 
         restored.start()
-        acknowledged = asyncio.run(train(restored, "new-devices"))
+        acknowledged = asyncio.run(train(restored, tmp_path / "new-devices", token))
         assert restored.stop() == 0
         store("backup", tmp_path / "after", *two)
         found = Books(tmp_path / "after", TASK.task)
         assert found.newest > head > lost.newest
-        times = found.counted()
-        assert acknowledged <= times.keys()
-        assert set(times.values()) == {1}
+        each_counts_once(found, acknowledged)
         assert not (installation.data / "store.cache").exists()
