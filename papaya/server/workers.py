@@ -207,6 +207,11 @@ class WorkOrder:
         waiting = (given for lane in self._lanes.values() for given in lane.waiting)
         return sum(not isinstance(given, LoneJob) for given in waiting)
 
+    @property
+    def has_waiting(self) -> bool:
+        """Is there work that no thread has begun?"""
+        return any(lane.waiting for lane in self._lanes.values())
+
     def put(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> None:
         self._lanes.setdefault(task, _Lane()).waiting.append(given)
 
@@ -397,6 +402,11 @@ class Workers:
                 self._changed[calls_tsa].wait()
         return None
 
+    def _notify_waiting(self) -> None:
+        """Work that had to wait may run now. Without any, no thread is woken."""
+        if self._lanes.has_waiting:
+            self._notify_all()
+
     def _notify_all(self) -> None:
         for changed in self._changed:
             changed.notify_all()
@@ -404,7 +414,7 @@ class Workers:
     def _done(self, job: FoldJob | LoneJob) -> None:
         with self._lock:
             self._lanes.done(job)
-            self._notify_all()
+            self._notify_waiting()
             is_idle = self._lanes.is_idle
         if is_idle:
             self._call(self._become_idle)
@@ -473,7 +483,7 @@ class Workers:
                 cut = shards.cut(work)
                 with self._lock:
                     self._lanes.open(job)
-                    self._notify_all()
+                    self._notify_waiting()
                 job.result, job.unwritten = shards.encode(cut)
             case Step():
                 job.result, job.unwritten = shards.step(work, self._blobs.get, self._blobs.get_part)
