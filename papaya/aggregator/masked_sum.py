@@ -93,6 +93,11 @@ class MaskedSum:
                 start += words.size
             self.weight += 1.0
 
+    def clear(self) -> None:
+        """Make it the sum of no vectors again, in the same memory."""
+        self.vector.fill(0)
+        self.weight = 0.0
+
     def __iadd__(self, other: MaskedSum) -> MaskedSum:
         np.add(self.vector, other.vector, out=self.vector)
         self.weight += other.weight

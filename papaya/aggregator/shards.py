@@ -149,6 +149,8 @@ class _BufferSum:
         self.total: Any = None
         self.sessions: list[SessionId] = []
         self._shards: list[Any] = [None] * shards
+        # Shards that the last cut added to the sum: their memory is used again.
+        self._spares: list[Any] = [None] * shards
         self._locks = [lock() for _ in range(shards)]
 
     def add(
@@ -162,7 +164,12 @@ class _BufferSum:
         with self._locks[shard]:
             found = self._shards[shard]
             if found is None:
-                found = self._shards[shard] = zero()
+                found, self._spares[shard] = self._spares[shard], None
+                if found is None:
+                    found = zero()
+                else:
+                    found.clear()
+                self._shards[shard] = found
             found.add_all(members, kernel)
             self.sessions.extend(sessions)
 
@@ -171,12 +178,14 @@ class _BufferSum:
         with ExitStack() as stack:
             for lock in self._locks:
                 stack.enter_context(lock)
-            total, *rest = [part for part in (self.total, *self._shards) if part is not None]
-            for part in rest:
-                total += part
-            self.total = total
-            self._shards = [None] * len(self._shards)
-            return total, tuple(self.sessions)
+            for shard, part in enumerate(self._shards):
+                if self.total is None:
+                    self.total = part
+                elif part is not None:
+                    self.total += part
+                    self._spares[shard] = part
+                self._shards[shard] = None
+            return self.total, tuple(self.sessions)
 
 
 class _BufferUpdates:

@@ -235,6 +235,11 @@ class WeightedSum:
         kernel.add_all(self.vector, [member.update.pieces for member in members], factors)
         self.weight += sum(member.examples for member in members)
 
+    def clear(self) -> None:
+        """Make it the sum of no updates again, in the same memory."""
+        self.vector.fill(0)
+        self.weight = 0.0
+
     def __iadd__(self, other: WeightedSum) -> WeightedSum:
         if not self._fits(other):
             raise InvariantError(f"cannot add {other!r} to {self!r}")

@@ -188,6 +188,19 @@ def test_a_cut_stands_still_while_later_updates_are_folded() -> None:
     assert the_sum(shards) == (total, sessions)
 
 
+def test_a_shard_begins_at_zero_again_in_the_same_memory_after_each_cut() -> None:
+    shards, pool = Shards(2), Released()
+    memory = set()
+    for turn in range(4):
+        keep(shards, f"s{turn}", (1, 2, 3, 4), pool)
+        shards.fold(a_fold(f"s{turn}"), shard=1)
+        [used] = [part for part in shards._buffers[TASK, 1][1]._shards if part is not None]  # type: ignore[union-attr]
+        memory.add(used.vector.ctypes.data)
+        total, _ = the_sum(shards)
+        assert total == WeightedSum((turn + 1) * np.array([1, 2, 3, 4], FLOAT32), turn + 1)
+    assert len(memory) == 2, "the first shard is the sum from the first cut on"
+
+
 def a_record(target: int, blob: str, *sessions: str) -> RecordRow:
     members = tuple(Member(session, 0, 0, 1, 0.0) for session in sessions)
     return RecordRow(target, blob, members, float(len(sessions)))
