@@ -220,7 +220,10 @@ class TlsTransport(asyncio.Transport):
             self._end(None)
 
     def _send(self, data: memoryview) -> int:
-        """How much the socket took. OpenSSL takes one record per call."""
+        """How much OpenSSL took. It makes one system call per record.
+
+        If the socket is full in between, OpenSSL reports nothing, and wants the same bytes again.
+        """
         sent = 0
         size, write = len(data), self._engine.write
         problem: Exception | None = None
