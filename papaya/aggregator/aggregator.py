@@ -27,7 +27,7 @@ from papaya.aggregator.work import (
 )
 from papaya.config import ServerConfig, TaskConfig
 from papaya.errors import ProtocolError, TicketError
-from papaya.machine import Effects, Handle, Log, Read, Reply, Send
+from papaya.machine import Effects, Handle, Log, Read, Reply, Send, stopped_s
 from papaya.messages.base import Message, NodeId, SessionId, TaskId
 from papaya.messages.control import AggregatorOrders, AggregatorReport, Drain, Placement
 from papaya.messages.events import ServerEvent
@@ -94,15 +94,17 @@ class Aggregator:
         self._number = 0
         self._reported_at = -float("inf")
         self._report_due = now
-        # The next heartbeat, and the last call of `wake`.
+        # The next heartbeat, the last call of `wake`, and the last call of any kind.
         self._next_beat = now
         self._woken_at = now
+        self._now = now
 
     # -- the machine contract ---------------------------------------------------------------
 
     def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects:
         if type(message) is Heartbeat and self.touch(now, message):
             return [Reply(reply_to, Alive())]
+        self._listen(now)
         if isinstance(message, Ticketed):
             return self._finish(now, self._on_request(now, message, reply_to))
         match message:
@@ -133,6 +135,7 @@ class Aggregator:
         return self._finish(now, effects)
 
     def wake(self, now: float) -> Effects:
+        self._listen(now)
         self._woken_at = now
         effects: Effects = []
         for held in self.tasks.values():
@@ -169,6 +172,16 @@ class Aggregator:
     def uploads(self) -> int:
         """The number of uploads in progress, of all tasks."""
         return sum(held.uploads for held in self.tasks.values())
+
+    def _listen(self, now: float) -> None:
+        """After a stop of the process, requests of clients wait to be read."""
+        stop_s = stopped_s(self._now, now, self._config.heartbeat_s)
+        self._now = now
+        if stop_s > 0:
+            self._memory.extend(stop_s)
+            for held in self.tasks.values():
+                held.sessions.listen_again(now)
+                held.adopts_until += stop_s
 
     # -- clients and work -------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ class Session:
         # The ticket from the join, and its sealed bytes; empty if only an upload ticket was shown.
         self.ticket = ticket
         self.sealed = sealed
-        # The time of the last request.
+        # The time of the last request, or since when requests are read again.
         self.seen_at = now
         # The ticket from the report, and its sealed bytes.
         self.upload_ticket: UploadTicket | None = None
@@ -218,6 +218,11 @@ class Sessions:
     def refile(self, session: Session) -> None:
         """The deadline has changed and may be earlier than the one on file."""
         heappush(self._deadlines, (session.deadline(self._dead_after_s), session.id))
+
+    def listen_again(self, now: float) -> None:
+        """Requests could not be read until now: the silence of every client begins again."""
+        for session in self.active.values():
+            session.seen_at = now
 
     def end(self, session: Session, answer: Completed | Aborted, keep_until: float) -> None:
         """Free the slot, and keep the answer for the client's next request."""

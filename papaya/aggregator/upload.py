@@ -211,6 +211,11 @@ class UploadMemory:
         claim.told_bytes += count
         self._pay(now, claim, count)
 
+    def extend(self, stop_s: float) -> None:
+        """The process was stopped for so long: what arrived meanwhile was not read."""
+        for claim in self._claims.values():
+            claim.paid_until += stop_s
+
     def release(self, claim: Claim | None) -> None:
         """Everything that the upload held is gone. Its pace is not forgotten."""
         if claim is not None and self._claims.pop(claim.owner, None) is not None:

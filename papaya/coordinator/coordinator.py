@@ -21,10 +21,16 @@ from msgspec.structs import replace
 from papaya.config import Requirements, ServerConfig, TaskConfig
 from papaya.coordinator.assignment import Leases, assign
 from papaya.coordinator.fleet import AggregatorView, Fleet
-from papaya.coordinator.placement import is_orphan, least_loaded, relieve, workloads
+from papaya.coordinator.placement import (
+    early_choices,
+    is_orphan,
+    least_loaded,
+    relieve,
+    workloads,
+)
 from papaya.coordinator.recovery import Leadership
 from papaya.errors import InvariantError, ProtocolError
-from papaya.machine import Effects, Handle, Log, Read, Send, Transact
+from papaya.machine import Effects, Handle, Log, Read, Send, Transact, stopped_s
 from papaya.messages.base import Boot, Message, NodeId, TaskId
 from papaya.messages.control import (
     Advertised,
@@ -297,8 +303,11 @@ class Coordinator:
         return self._loaded and self.leadership.leads(now)
 
     def _listen(self, now: float) -> None:
-        """Remember since when reports are processed: only while this candidate leads."""
-        if not self.acts(self._now) or not self.acts(now):
+        """Remember since when reports are processed: only while this candidate leads, and not while
+        its process is stopped.
+        """
+        was_stopped = stopped_s(self._now, now, self._config.heartbeat_s) > 0
+        if was_stopped or not self.acts(self._now) or not self.acts(now):
             self.fleet.listens_since = now
         self._now = now
 
@@ -331,24 +340,26 @@ class Coordinator:
             is_new = not self._loaded
             self._load(found)
             if is_new:
-                # Tasks can be placed then: every aggregator will have reported.
+                # Every aggregator will have reported then.
                 self._next_beat = now + self._config.heartbeat_s
                 effects += self._tell_who_leads(now)
             effects += self._place(now)
         return effects
 
     def _tell_who_leads(self, now: float) -> Effects:
-        """Orders to the holders and to all selectors that have reported; they report at once."""
-        fences = [fence for task, fence in self.fences.items() if task in self.tasks]
-        holders = dict.fromkeys((fence.aggregator, fence.boot) for fence in fences)
-        effects: Effects = [
-            self._orders_for_aggregator(node, AggregatorView(boot))
-            for node, boot in holders
-            if node
-        ]
+        """Orders to the holders and to all servers that have reported; they report at once."""
         self._drop_old_reports(now)
-        reports, self.unanswered = self.unanswered, {}
-        for _, report in reports.values():
+        reports = [report for _, report in self.unanswered.values()]
+        self.unanswered = {}
+        fences = [fence for task, fence in self.fences.items() if task in self.tasks]
+        aggregators = dict.fromkeys((f.aggregator, f.boot) for f in fences if f.aggregator)
+        aggregators |= dict.fromkeys(
+            (report.node, report.boot) for report in reports if isinstance(report, AggregatorReport)
+        )
+        effects: Effects = [
+            self._orders_for_aggregator(node, AggregatorView(boot)) for node, boot in aggregators
+        ]
+        for report in reports:
             if isinstance(report, SelectorReport):
                 effects += self._on_selector_report(now, report)
         return effects
@@ -462,7 +473,8 @@ class Coordinator:
         for each in changed:
             self._refresh(each)
         effects: Effects = []
-        is_urgent = report.heartbeat or report.draining
+        is_new = before is None or before.boot < report.boot
+        is_urgent = report.heartbeat or report.draining or is_new
         if is_urgent:
             effects += self._place(now)
         knows_leader = report.epoch == self.leadership.epoch
@@ -599,36 +611,38 @@ class Coordinator:
     # -- tasks to aggregators ---------------------------------------------------------------
 
     def _place(self, now: float) -> Effects:
-        if not self.acts(now) or not self._has_listened(now):
+        if not self.acts(now):
             return []
         self._tell_silent(now)
         if self.maintenance is not None and self.maintenance.is_stopped:
             return []
         effects: Effects = []
         live = self.fleet.open_aggregators(now)
-        recovers = self.leadership.recovers(now)
+        has_listened = self._has_listened(now)
+        may_report = self.leadership.recovers(now) or not has_listened
         placing = [pending[0] for pending in self._pending.values() if pending is not None]
         work: dict[NodeId, float] | None = None
-        for task, why in self._tasks_to_move(now, recovers):
+        for task, why in self._tasks_to_move(now, may_report):
             if task not in placing:
                 work = self._workloads(live) if work is None else work
-                to = least_loaded(work)
+                old = self.fences[task].aggregator
+                to = least_loaded(work if has_listened else early_choices(work, old))
                 if to is not None:
-                    amount, old = self.tasks[task].config.workload, self.fences[task].aggregator
+                    amount = self.tasks[task].config.workload
                     work[to] += amount
                     if old in work:
                         work[old] -= amount
                     effects.append(self._move(task, to, why))
-        if not effects and not placing and not recovers:
+        if not effects and not placing and not may_report:
             effects += self._relieve(live)
         return effects
 
-    def _tasks_to_move(self, now: float, recovers: bool) -> list[tuple[TaskId, str]]:
+    def _tasks_to_move(self, now: float, may_report: bool) -> list[tuple[TaskId, str]]:
         """The tasks whose holders are gone, or about to stop and done with them, and why."""
         found: list[tuple[TaskId, str]] = []
         for (node, boot), tasks in self._tasks_by_holder().items():
             live_boot = self.fleet.boot_of(now, node)
-            if is_orphan(self.fences[tasks[0]], live_boot, recovers):
+            if is_orphan(self.fences[tasks[0]], live_boot, may_report):
                 was_restarted = live_boot is not None and live_boot > boot
                 why = "its holder was restarted" if was_restarted else "its holder is silent"
                 found += [(task, why) for task in tasks]

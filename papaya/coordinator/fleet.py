@@ -230,6 +230,6 @@ class Fleet:
         return now - max(view.heard_at, self.listens_since)
 
     def drop_silent_selectors(self, now: float) -> None:
-        limit = now - self._dead_after_s
-        for node in [node for node, view in self.selectors.items() if view.heard_at <= limit]:
-            del self.selectors[node]
+        for node in list(self.selectors):
+            if self.silent_s(now, node) >= self._dead_after_s:
+                del self.selectors[node]

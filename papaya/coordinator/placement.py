@@ -15,13 +15,19 @@ from papaya.messages.base import Boot, NodeId, TaskId
 from papaya.messages.storage import FenceRow
 
 
-def is_orphan(fence: FenceRow, live_boot: Boot | None, recovers: bool) -> bool:
-    """Is the boot that holds the task gone? `live_boot` is the boot its node reports now."""
+def is_orphan(fence: FenceRow, live_boot: Boot | None, may_report: bool) -> bool:
+    """Has the task no holder, or is the boot that holds it gone?
+
+    `live_boot` is the boot that its node reports now. `may_report`: not every aggregator has had
+    time to report yet.
+    """
+    if not fence.aggregator:
+        return True
     if live_boot is not None and live_boot >= fence.boot:
         return live_boot > fence.boot  # restarted: the boot that held the task is gone
     # The holder is silent, or only a late report of an earlier boot has arrived. Neither is proof
-    # before the recovery period is over.
-    return not recovers
+    # while its report may still come.
+    return not may_report
 
 
 def workloads(
@@ -38,6 +44,15 @@ def workloads(
 def least_loaded(workloads: Mapping[NodeId, float]) -> NodeId | None:
     """The aggregator with the least estimated work; among equals, the first by name."""
     return min(workloads, key=lambda node: (workloads[node], node), default=None)
+
+
+def early_choices(workloads: Mapping[NodeId, float], former: NodeId) -> dict[NodeId, float]:
+    """The aggregators that may be given a task while others may not have reported yet.
+
+    One without work: none has less. And the former holder, if it was restarted: then the work stays
+    distributed as it was.
+    """
+    return {node: work for node, work in workloads.items() if work == 0 or node == former}
 
 
 def relieve(

@@ -9,6 +9,7 @@ from papaya.client.work import Finish
 from papaya.config import AsyncFL, ServerConfig, TaskConfig
 from papaya.messages.base import NodeId
 from papaya.messages.control import Drain
+from papaya.messages.storage import FenceRow
 from papaya.sim.checkers import Auditor
 from papaya.sim.cluster import Cluster, ClusterConfig
 from papaya.sim.devices import SimulatedDevice
@@ -85,3 +86,23 @@ def test_crashes_of_aggregators_cost_no_session_if_the_leader_lives() -> None:
         end(cluster, 5 * H, node)
         cluster.run(cluster.engine.now + 12 * H)
     assert set(endings.counts) == {"counted"}
+
+
+def test_a_stop_of_all_processes_ends_no_session() -> None:
+    """SIGSTOP or a paused virtual machine. When they go on, requests of three heartbeats wait."""
+    cluster, endings = a_settled_cluster()
+    for host in cluster.hosts.values():
+        host.pause()
+    cluster.run(cluster.engine.now + 3.2 * H)
+    for host in cluster.hosts.values():
+        host.resume()
+    cluster.run(cluster.engine.now + 20 * H)
+    assert set(endings.counts) == {"counted"}
+
+
+def test_first_tasks_are_placed_within_a_second() -> None:
+    """All servers start at once, so aggregators report before a coordinator leads."""
+    cluster = Cluster(CONFIG, seed=1, observers=(Auditor(),))
+    cluster.run(1.0)
+    holders = [row.aggregator for row in cluster.state.rows.values() if isinstance(row, FenceRow)]
+    assert sorted(holders) == ["aggregator-0", "aggregator-1", "aggregator-2"]

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from papaya.config import TaskConfig
 from papaya.coordinator.placement import least_loaded, relieve
+from papaya.messages.control import AggregatorOrders
+from papaya.messages.storage import Changed, FenceRow
 from tests.unit.coordinator.builders import (
     A_MOMENT_S,
     SERVER,
@@ -16,6 +18,7 @@ from tests.unit.coordinator.builders import (
     a_task,
     an_office,
     on,
+    orders_in,
 )
 
 
@@ -49,9 +52,57 @@ def test_on_a_cold_start_everyone_has_a_turn_to_report_before_a_task_is_placed()
     office.aggregator("agg-1")
     office.now += H / 2
     office.aggregator("agg-2")
-    assert set(holders(office).values()) == {""}
+    assert list(holders(office).values()) == ["agg-1", "agg-2", "", ""], "one each, without waiting"
     beat(office, "agg-1", "agg-2")
     assert sorted(holders(office).values()) == ["agg-1", "agg-1", "agg-2", "agg-2"]
+
+
+def test_a_first_task_does_not_wait_for_a_heartbeat() -> None:
+    """The aggregator reported before there was a leader. It is told who leads and reports again."""
+    office = Office(a_task())
+    assert office.aggregator("agg-1", epoch=0) == []
+    [orders] = orders_in(office.wake(), AggregatorOrders, "agg-1")
+    assert (orders.epoch, orders.tasks) == (1, ())
+    assert office.fence().aggregator == "", "its old report is no sign of life"
+    office.aggregator("agg-1", heartbeat=False)
+    assert (office.fence().aggregator, office.now) == ("agg-1", 0.0)
+
+
+def test_a_restarted_holder_has_its_tasks_again_before_others_report() -> None:
+    """The whole machine was restarted: nothing is gained by waiting."""
+    office = an_office(*several(3))
+    office.aggregator("agg-1")
+    again = Office(store=office.store, boot=1, now=office.now)
+    again.wake()
+    again.aggregator("agg-1", boot=1, heartbeat=False)
+    assert {again.fence(task) for task in holders(again)} == {FenceRow(2, "agg-1", 1)}
+
+
+def test_while_others_may_report_a_silent_holder_keeps_its_task() -> None:
+    office = an_office(a_task())
+    office.aggregator("agg-1")
+    again = Office(store=office.store, boot=1, now=office.now)
+    again.wake()
+    again.aggregator("agg-2")
+    again.pass_s(SERVER.recovery_s - A_MOMENT_S)
+    again.aggregator("agg-2")
+    assert again.fence().aggregator == "agg-1"
+    again.pass_s(A_MOMENT_S)
+    again.aggregator("agg-2")
+    assert again.fence().aggregator == "agg-2"
+
+
+def test_a_new_leader_places_a_task_that_nobody_holds_without_a_recovery_period() -> None:
+    office = an_office(a_task())
+    office.aggregator("agg-1")
+    again = Office(store=office.store, boot=1, now=office.now)
+    again.wake()
+    again.aggregator("agg-1", on("words", 1, demand=4))
+    submit(again, a_task("new"))
+    again.receive(Changed())
+    assert again.fence("new").aggregator == "", "others may have less work"
+    again.pass_s(H)
+    assert again.fence("new").aggregator == "agg-1"
 
 
 def test_the_workload_of_a_task_is_concurrency_times_model_size() -> None:
