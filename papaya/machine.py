@@ -77,9 +77,9 @@ Effects: TypeAlias = list[Effect]
 def stopped_s(last: float, now: float, heartbeat_s: float) -> float:
     """For how long the process was stopped (SIGSTOP, a paused virtual machine); 0 if it was not.
 
-    `last`: when the machine was last called. Every server asks to be woken each heartbeat, so a much
-    longer time without a call means that it could not run. What its peers sent meanwhile waits in
-    its sockets, and timers may be called first. So time that counts a peer's silence begins again
+    `last`: when the machine was last called. Every server asks to be woken each heartbeat, so after
+    a much longer time without a call it could not run. What its peers sent meanwhile waits in its
+    sockets, and timers may be called first. So the time that counts a peer's silence begins again
     (docs/adr/0098). Leadership, leases and tickets end by the clock: other servers rely on that.
     """
     return now - last if now - last > 1.5 * heartbeat_s else 0.0

@@ -12,15 +12,17 @@ reported under its epoch: from then on, assignments of earlier leaders have no c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from random import Random
 
-from msgspec import Struct
 from msgspec.structs import replace
 
-from papaya.config import Requirements, ServerConfig, TaskConfig
+from papaya.config import ServerConfig
 from papaya.coordinator.assignment import Leases, assign
+from papaya.coordinator.demand import ClientDemand
 from papaya.coordinator.fleet import AggregatorView, Fleet
+from papaya.coordinator.known_rows import Catalogue, KnownRows
+from papaya.coordinator.leader_events import LeaderEvents
 from papaya.coordinator.placement import (
     early_choices,
     is_orphan,
@@ -31,30 +33,15 @@ from papaya.coordinator.placement import (
 from papaya.coordinator.recovery import Leadership
 from papaya.errors import InvariantError, ProtocolError
 from papaya.machine import Effects, Handle, Log, Read, Send, Transact, stopped_s
-from papaya.messages.base import Boot, Message, NodeId, TaskId
+from papaya.messages.base import Message, NodeId, TaskId
 from papaya.messages.control import (
-    Advertised,
     AggregatorOrders,
     AggregatorReport,
     Assignment,
-    CandidateOffer,
     Drain,
     Placement,
-    Route,
     SelectorOrders,
     SelectorReport,
-    TaskReport,
-)
-from papaya.messages.events import (
-    LeadershipGained,
-    LeadershipLost,
-    ServerEvent,
-    ServerSeen,
-    ServerSilent,
-    TaskFound,
-    TaskMoved,
-    TaskPlaced,
-    TaskReleased,
 )
 from papaya.messages.selection import DeviceClass
 from papaya.messages.storage import (
@@ -68,34 +55,17 @@ from papaya.messages.storage import (
     EpochRow,
     FenceRow,
     LeaderRow,
-    MaintenanceRow,
-    Row,
     Rows,
-    ShareRow,
-    TaskRow,
     Transacted,
     Transaction,
     fence_key,
-    share_key,
 )
 
 # A report that confirms this many joins is acknowledged at once, to keep the next one short.
 _ACKNOWLEDGE_AFTER_JOINS = 16
 # An aggregator that reports overload for this many heartbeats gives a task away.
 _OVERLOADED_BEATS = 3
-# How long selectors are told that a task has ended: longer than its clients keep asking.
-_OVER_IS_TOLD_S = 3600.0
-_MAX_OVER = 256
 _NEVER = float("inf")
-
-
-class Catalogue(Struct, frozen=True):
-    """The part of SelectorOrders that changes rarely."""
-
-    number: int
-    advertised: tuple[Advertised, ...] = ()
-    routes: tuple[Route, ...] = ()
-    over: tuple[TaskId, ...] = ()
 
 
 class Coordinator:
@@ -111,37 +81,16 @@ class Coordinator:
 
         # The leader lease: whether this candidate leads, its epoch, its recovery period.
         self.leadership = Leadership(node, boot, config)
-        # The rows as last read: tasks that are not over, ended tasks that selectors are told of,
-        # and who holds each task.
-        self.tasks: dict[TaskId, TaskRow] = {}
-        self.over: tuple[TaskId, ...] = ()
-        # Meanwhile all tasks are paused, and none is placed if training is stopped.
-        self.maintenance: MaintenanceRow | None = None
-        # Check-ins per second that were wanted before it began.
+        # The rows as last read, and whether that was since this candidate became leader.
+        self.rows = KnownRows()
+        self._is_loaded = False
+        # Events of the current call.
+        self._events = LeaderEvents()
+        # Check-ins per second that were wanted before maintenance began.
         self._usual_pace = 0.0
-        self.fences: dict[TaskId, FenceRow] = {}
-        # Weights and priorities that differ from the defaults.
-        self.shares: dict[TaskId, ShareRow] = {}
-        # The rows were read since this candidate became leader.
-        self._loaded = False
-
-        # Events of the current call; the epoch that the operator was told this candidate leads, 0
-        # if it does not, and the last one that it led.
-        self._events: list[ServerEvent] = []
-        self._told_epoch = 0
-        self._last_epoch = 0
-        # Why the last move of a task was decided, with its sequence number.
-        self._moved_because: dict[TaskId, tuple[int, str]] = {}
-
-        # What selectors are told: of the rows, and which tasks want clients; None if it has to be
-        # made again. The number of a catalogue never repeats.
-        self._catalogue: Catalogue | None = None
-        self._last_catalogue = Catalogue(0)
-        self._wanting: tuple[TaskId, ...] | None = None
-        # A task has begun to want clients since all selectors were last told, and when that was.
-        self._has_new_wish = False
+        # When all selectors were last told which tasks want clients.
         self._announced_at = -_NEVER
-        # What reports say: `fleet`, `leases`, and what follows from them.
+        # What reports say: `fleet`, `leases`, `demand`, and what follows from them.
         self._reset_view()
 
         # The time of the last event, and the next heartbeat.
@@ -190,9 +139,9 @@ class Coordinator:
     def _wake(self, now: float) -> Effects:
         self._listen(now)
         effects: Effects = []
-        if self._has_new_wish and now >= self._announce_due:
+        if self.demand.has_new_wish and now >= self._announce_due:
             effects = self._announce(now, []) if self.acts(now) else []
-            self._has_new_wish = False
+            self.demand.has_new_wish = False
         if now < self._next_beat:
             return effects
         is_leader = self.leadership.epoch > 0
@@ -208,17 +157,17 @@ class Coordinator:
         return effects
 
     def next_wake(self) -> float:
-        if self._has_new_wish:
+        if self.demand.has_new_wish:
             return min(self._next_beat, self._announce_due)
         return self._next_beat
 
     def check(self) -> None:
         if not self.acts(self._now):
             return
-        for task, row in self.tasks.items():
-            if self._wanted.get(task, 0) != max(0, self.demand(task)):
+        for task, row in self.rows.tasks.items():
+            if self.demand.positive.get(task, 0) != max(0, self.demand.of(task)):
                 raise InvariantError(f"{self.node}: the demand of {task} is out of date")
-            report = self._report_of(task)
+            report = self.demand.report_of(task)
             active = 0 if report is None else report.active
             # If a revision lowered the concurrency, the holder refuses earlier leases above it. A
             # leader may make them until it has read of the revision. When it was replaced says
@@ -230,77 +179,20 @@ class Coordinator:
                     f"leased clients, above its concurrency of {most}"
                 )
 
-    # -- events -----------------------------------------------------------------------------
-
     def _with_events(self, now: float, effects: Effects) -> Effects:
-        self._tell_leadership(now)
-        events, self._events = self._events, []
+        self._events.leadership(now, self.leadership)
+        events = self._events.take()
         return [*(Log(event) for event in events), *effects] if events else effects
 
-    def _tell_leadership(self, now: float) -> None:
-        """One event each time this candidate begins or ceases to lead, before all others."""
-        own = self.leadership
-        leads, told = own.leads(now), self._told_epoch
-        news: list[ServerEvent] = []
-        if told and not (leads and own.epoch == told):
-            is_late = own.epoch == told
-            why = (
-                "no renewal of its lease was confirmed in time"
-                if is_late
-                else f"{own.last_leader or 'nobody'} leads now"
-            )
-            news.append(LeadershipLost(told, why))
-            self._told_epoch = 0
-        if leads and not self._told_epoch:
-            is_again = own.epoch == self._last_epoch
-            why = "its lease was renewed late" if is_again else own.claimed_because
-            news.append(LeadershipGained(own.epoch, why))
-            self._told_epoch = self._last_epoch = own.epoch
-        self._events[:0] = news
-
-    def _tell_fence(self, task: TaskId, fence: FenceRow) -> None:
-        """One event for each fence that this leader writes or finds changed."""
-        old = self._told_fences.get(task)
-        if old is not None and fence.seq <= old.seq:
-            return
-        self._told_fences[task] = fence
-        if old is not None and not old.aggregator and not fence.aggregator:
-            return  # nobody held it, and nobody does
-        row = self.tasks.get(task)
-        run, seq, holder = 0 if row is None else row.run, fence.seq, fence.aggregator
-        decided, why = self._moved_because.pop(task, (0, ""))
-        if decided != seq:
-            why = "an earlier leader decided it"
-        if old is None:
-            event: ServerEvent = TaskFound(task, run, seq, holder)
-        elif not holder:
-            event = TaskReleased(task, run, seq, old.aggregator)
-        elif not old.aggregator:
-            event = TaskPlaced(task, run, seq, holder, "no aggregator held it")
-        else:
-            event = TaskMoved(task, run, seq, holder, old.aggregator, why)
-        self._events.append(event)
-
-    def _tell_seen(self, report: AggregatorReport | SelectorReport) -> None:
-        if self._told_servers.get(report.node) != report.boot:
-            self._told_servers[report.node] = report.boot
-            self._events.append(ServerSeen(report.node, report.boot))
-
     def _tell_silent(self, now: float) -> None:
-        """Servers that were alive and count as dead now."""
-        if not self.acts(now):
-            return
-        for node in list(self._told_servers):
-            silent_s = self.fleet.silent_s(now, node)
-            if silent_s >= self._config.dead_after_s:
-                del self._told_servers[node]
-                self._events.append(ServerSilent(node, round(silent_s, 1)))
+        if self.acts(now):
+            self._events.silent(now, self.fleet, self._config.dead_after_s)
 
     # -- leadership -------------------------------------------------------------------------
 
     def acts(self, now: float) -> bool:
         """It leads, and knows the rows."""
-        return self._loaded and self.leadership.leads(now)
+        return self._is_loaded and self.leadership.leads(now)
 
     def _listen(self, now: float) -> None:
         """Remember since when reports are processed: only while this candidate leads, and not while
@@ -329,7 +221,7 @@ class Coordinator:
         epoch_before = self.leadership.epoch
         self.leadership.observe(now, leader)
         if self.leadership.epoch != epoch_before:
-            self._loaded = False
+            self._is_loaded = False
             self._reset_view()
             return self._read()  # a candidate did not read the tasks
         effects: Effects = []
@@ -337,8 +229,9 @@ class Coordinator:
         if attempt is not None:
             effects.append(self._transact(attempt, None))
         if self.leadership.epoch > 0:
-            is_new = not self._loaded
-            self._load(found)
+            is_new = not self._is_loaded
+            self.rows.load(now, found)
+            self._on_loaded()
             if is_new:
                 # Every aggregator will have reported then.
                 self._next_beat = now + self._config.heartbeat_s
@@ -351,7 +244,7 @@ class Coordinator:
         self._drop_old_reports(now)
         reports = [report for _, report in self.unanswered.values()]
         self.unanswered = {}
-        fences = [fence for task, fence in self.fences.items() if task in self.tasks]
+        fences = [fence for task, fence in self.rows.fences.items() if task in self.rows.tasks]
         aggregators = dict.fromkeys((f.aggregator, f.boot) for f in fences if f.aggregator)
         aggregators |= dict.fromkeys(
             (report.node, report.boot) for report in reports if isinstance(report, AggregatorReport)
@@ -369,47 +262,14 @@ class Coordinator:
         limit = now - self._config.dead_after_s
         self.unanswered = {n: entry for n, entry in self.unanswered.items() if entry[0] > limit}
 
-    def _load(self, found: Mapping[str, Row]) -> None:
-        rows = {r.config.task: r for r in found.values() if isinstance(r, TaskRow)}
-        self.over = tuple(
-            task
-            for task, row in rows.items()
-            if row.is_over and self._now < row.ended + _OVER_IS_TOLD_S
-        )[-_MAX_OVER:]
-        maintenance = found.get(MAINTENANCE_KEY)
-        self.maintenance = maintenance if isinstance(maintenance, MaintenanceRow) else None
-        self.tasks = {
-            task: row if self.maintenance is None else replace(row, state="paused")
-            for task, row in rows.items()
-            if not row.is_over
-        }
-        # Drop the fences of tasks whose rows were deleted.
-        self.fences = {task: fence for task, fence in self.fences.items() if task in rows}
-        for task in [task for task in self._active if task not in self.tasks]:
+    def _on_loaded(self) -> None:
+        self._is_loaded = True
+        for task in [task for task in self._active if task not in self.rows.tasks]:
             del self._active[task]
-        for task in self.tasks:
-            fence, known = found.get(fence_key(task)), self.fences.get(task)
-            # A placement may have been committed after this snapshot: keep the higher fence.
-            if isinstance(fence, FenceRow) and (known is None or fence.seq >= known.seq):
-                self.fences[task] = fence
-        self.shares = {
-            task: share
-            for task, row in self.tasks.items()
-            if isinstance(share := found.get(share_key(_trained(row))), ShareRow)
-        }
-        self._compatible.clear()
-        self._loaded = True
-        for task in self.tasks:
-            if task in self.fences:
-                self._tell_fence(task, self.fences[task])
-        self._holders.clear()
-        self._catalogue = None
-        self._wanting = None
-        for task in [task for task in self._wants if task not in self.tasks]:
-            del self._wants[task], self._paces[task]
-            self._wanted.pop(task, None)
-        for task in self.tasks:
-            self._refresh(task)
+        for task in self.rows.tasks:
+            if task in self.rows.fences:
+                self._events.fence(task, self.rows.run_of(task), self.rows.fences[task])
+        self.demand.refresh_all()
 
     def _on_transacted(self, now: float, done: Transacted) -> Effects:
         placed = self._pending.pop(done.token, None)
@@ -419,7 +279,7 @@ class Coordinator:
         if placed is not None:
             return self._on_placed(now, *placed)
         if self.leadership.confirm(now):
-            self._loaded = False
+            self._is_loaded = False
             self._reset_view()
             return self._read()
         return []
@@ -432,23 +292,9 @@ class Coordinator:
         # Active and awaited clients of each task by the last report of any of its holders, with the
         # holder's sequence number: a successor keeps room for them.
         self._active: dict[TaskId, tuple[int, int]] = {}
-        # What the operator was told: the fence of each task, and the boots of live servers.
-        self._told_fences: dict[TaskId, FenceRow] = {}
-        self._told_servers: dict[NodeId, Boot] = {}
-        # What follows from rows, reports and leases, by task: positive demand, whether it wants
-        # clients, and its share of the pace. `_refresh` keeps them up to date, because a large
-        # fleet sends thousands of reports per second, each about one of a thousand tasks.
-        self._wanted: dict[TaskId, int] = {}
-        self._wants: dict[TaskId, bool] = {}
-        self._paces: dict[TaskId, float] = {}
-        self._wanting = None
-        self._has_new_wish = False
+        self.demand = ClientDemand(config, self.leadership, self.rows, self.fleet, self.leases)
         self._announced_at = -_NEVER
-        # Tasks by holder and its boot; empty if it has to be made again.
-        self._holders: dict[tuple[NodeId, Boot], list[TaskId]] = {}
-        self._catalogue = None
-        # Which tasks fit a device class.
-        self._compatible: dict[DeviceClass, dict[TaskId, None]] = {}
+        self._events.begin_epoch()
 
     # -- reports ----------------------------------------------------------------------------
 
@@ -460,18 +306,18 @@ class Coordinator:
         changed = dict.fromkeys(() if before is None else before.tasks)
         if not self.fleet.heard_aggregator(now, report):
             return []
-        self._tell_seen(report)
+        self._events.seen(report)
         joined = 0
         for task in report.tasks:
             joined += len(task.joined)
             for session in task.joined:
                 changed[self.leases.end(session) or task.task] = None
-            if self._report_of(task.task) is task:
+            if self.demand.report_of(task.task) is task:
                 self.leases.expire(task.task, report.at)
                 self._active[task.task] = (task.seq, task.active + task.awaited)
             changed[task.task] = None
         for each in changed:
-            self._refresh(each)
+            self.demand.refresh(each)
         effects: Effects = []
         is_new = before is None or before.boot < report.boot
         is_urgent = report.heartbeat or report.draining or is_new
@@ -491,59 +337,18 @@ class Coordinator:
             report = replace(report, acked=0, catalogue=0)
         if not self.fleet.heard_selector(now, report):
             return []
-        self._tell_seen(report)
+        self._events.seen(report)
         for session in report.unfilled:
             if (task := self.leases.end(session)) is not None:
-                self._refresh(task)
+                self.demand.refresh(task)
         effects = self._assign(now)
         if not any(isinstance(effect, Send) and effect.to == report.node for effect in effects):
             effects.append(self._orders_for_selector(report.node, ()))
         return effects
 
-    def _report_of(self, task: TaskId) -> TaskReport | None:
-        """The last report on a task by the holder that its fence names, or None.
-
-        Also None if that holder does not follow this leader yet: it still keeps slots for clients
-        that an earlier leader has assigned.
-        """
-        fence = self.fences.get(task)
-        view = self.fleet.aggregators.get(fence.aggregator) if fence is not None else None
-        if fence is None or view is None or view.boot != fence.boot:
-            return None
-        if view.epoch != self.leadership.epoch:
-            return None
-        report = view.tasks.get(task)
-        return report if report is not None and report.seq == fence.seq else None
-
-    def demand(self, task: TaskId) -> int:
-        """Client demand, less the clients assigned but not yet confirmed."""
-        report = self._report_of(task)
-        if report is None or self.tasks[task].state != "running":
-            return 0
-        return report.demand - self.leases.count(task)
-
-    def _refresh(self, task: TaskId) -> None:
-        """What the rows, reports and leases of a task lead to."""
-        if task not in self.tasks:
-            return
-        demand, ended_per_s = self.demand(task), self._ended_per_s(task)
-        if demand > 0:
-            self._wanted[task] = demand
-        else:
-            self._wanted.pop(task, None)
-        self._paces[task] = ended_per_s + max(0, demand) / self._config.heartbeat_s
-        # Is there demand now, or will there be while a check-in is held? Then a client is already
-        # waiting when a slot becomes free.
-        is_running = self.tasks[task].state == "running"
-        wants = demand > 0 or (ended_per_s * self._config.hold_s >= 1 and is_running)
-        if wants is not self._wants.get(task):
-            self._wants[task] = wants
-            self._wanting = None
-            self._has_new_wish |= wants
-
     def recovers(self, now: float) -> bool:
         """Is this a new leader that still waits for the holder of some task to report?"""
-        return self.leadership.recovers(now) and None in map(self._report_of, self.tasks)
+        return self.leadership.recovers(now) and None in map(self.demand.report_of, self.rows.tasks)
 
     def _on_drain(self, now: float) -> Effects:
         """Aggregators that stop at the same time need not wait for this leader."""
@@ -555,14 +360,14 @@ class Coordinator:
     # -- clients to tasks -------------------------------------------------------------------
 
     def _assign(self, now: float) -> Effects:
-        effects = self._assign_held(now, dict(self._wanted)) if self._wanted else []
+        effects = self._assign_held(now, dict(self.demand.positive)) if self.demand.positive else []
         return effects + self._announce(now, effects)
 
     def _announce(self, now: float, effects: Effects) -> Effects:
         """If a task begins to want clients, tell selectors soon: until then they reject devices."""
-        if not self._has_new_wish or now < self._announce_due:
+        if not self.demand.has_new_wish or now < self._announce_due:
             return []
-        self._has_new_wish, self._announced_at = False, now
+        self.demand.has_new_wish, self._announced_at = False, now
         told = [effect.to for effect in effects if isinstance(effect, Send)]
         return [self._orders_for_selector(n, ()) for n in self.fleet.selectors if n not in told]
 
@@ -572,7 +377,7 @@ class Coordinator:
 
     def _assign_held(self, now: float, wanted: dict[TaskId, int]) -> Effects:
         held = self.fleet.held(self._rng)
-        chosen = assign(held, wanted, self._compatible_tasks, self._rng, self.shares)
+        chosen = assign(held, wanted, self.rows.compatible_tasks, self._rng, self.rows.shares)
         by_selector: dict[NodeId, list[Assignment]] = {}
         for (selector, device_class, task), count in chosen.items():
             assignment = self._lease(now, device_class, task, count)
@@ -587,8 +392,8 @@ class Coordinator:
         sessions = tuple(f"{self._rng.getrandbits(96):024x}" for _ in range(count))
         for session in sessions:
             self.leases.grant(session, task, confirm_by)
-        self._refresh(task)
-        report = self._report_of(task)
+        self.demand.refresh(task)
+        report = self.demand.report_of(task)
         assert report is not None, "without a report there is no demand"
         return Assignment(
             task,
@@ -597,16 +402,8 @@ class Coordinator:
             sessions,
             confirm_by,
             report.version,
-            self.tasks[task].pseudonym_key,
+            self.rows.tasks[task].pseudonym_key,
         )
-
-    def _compatible_tasks(self, device_class: DeviceClass) -> dict[TaskId, None]:
-        found = self._compatible.get(device_class)
-        if found is None:
-            found = self._compatible[device_class] = dict.fromkeys(
-                task for task, row in self.tasks.items() if self._offer(row).fits(device_class)
-            )
-        return found
 
     # -- tasks to aggregators ---------------------------------------------------------------
 
@@ -614,7 +411,7 @@ class Coordinator:
         if not self.acts(now):
             return []
         self._tell_silent(now)
-        if self.maintenance is not None and self.maintenance.is_stopped:
+        if self.rows.maintenance is not None and self.rows.maintenance.is_stopped:
             return []
         effects: Effects = []
         live = self.fleet.open_aggregators(now)
@@ -625,10 +422,10 @@ class Coordinator:
         for task, why in self._tasks_to_move(now, may_report):
             if task not in placing:
                 work = self._workloads(live) if work is None else work
-                old = self.fences[task].aggregator
+                old = self.rows.fences[task].aggregator
                 to = least_loaded(work if has_listened else early_choices(work, old))
                 if to is not None:
-                    amount = self.tasks[task].config.workload
+                    amount = self.rows.tasks[task].config.workload
                     work[to] += amount
                     if old in work:
                         work[old] -= amount
@@ -640,9 +437,9 @@ class Coordinator:
     def _tasks_to_move(self, now: float, may_report: bool) -> list[tuple[TaskId, str]]:
         """The tasks whose holders are gone, or about to stop and done with them, and why."""
         found: list[tuple[TaskId, str]] = []
-        for (node, boot), tasks in self._tasks_by_holder().items():
+        for (node, boot), tasks in self.rows.by_holder().items():
             live_boot = self.fleet.boot_of(now, node)
-            if is_orphan(self.fences[tasks[0]], live_boot, may_report):
+            if is_orphan(self.rows.fences[tasks[0]], live_boot, may_report):
                 was_restarted = live_boot is not None and live_boot > boot
                 why = "its holder was restarted" if was_restarted else "its holder is silent"
                 found += [(task, why) for task in tasks]
@@ -650,16 +447,9 @@ class Coordinator:
                 found += [
                     (task, "its holder stops")
                     for task in tasks
-                    if self.fleet.may_leave(node, task, self.fences[task].seq)
+                    if self.fleet.may_leave(node, task, self.rows.fences[task].seq)
                 ]
         return found
-
-    def _tasks_by_holder(self) -> dict[tuple[NodeId, Boot], list[TaskId]]:
-        if not self._holders:
-            for task in self.tasks:
-                fence = self.fences[task]
-                self._holders.setdefault((fence.aggregator, fence.boot), []).append(task)
-        return self._holders
 
     def _relieve(self, live: dict[NodeId, AggregatorView]) -> Effects:
         overloaded = [n for n, view in live.items() if view.overloaded_beats >= _OVERLOADED_BEATS]
@@ -667,8 +457,8 @@ class Coordinator:
         for node in overloaded:
             own = {
                 task: row.config.workload
-                for task, row in self.tasks.items()
-                if self.fences[task].aggregator == node
+                for task, row in self.rows.tasks.items()
+                if self.rows.fences[task].aggregator == node
             }
             move = relieve(node, own, work)
             if move is not None:
@@ -678,38 +468,35 @@ class Coordinator:
 
     def _workloads(self, live: Iterable[NodeId]) -> dict[NodeId, float]:
         """Estimated work per live aggregator, as if pending moves were done."""
-        holders = {task: fence.aggregator for task, fence in self.fences.items()}
+        holders = {task: fence.aggregator for task, fence in self.rows.fences.items()}
         for pending in self._pending.values():
             if pending is not None:
                 holders[pending[0]] = pending[1].aggregator
-        work = {task: row.config.workload for task, row in self.tasks.items()}
+        work = {task: row.config.workload for task, row in self.rows.tasks.items()}
         return workloads(live, holders, work)
 
     def _move(self, task: TaskId, to: NodeId, why: str) -> Transact:
         """Write the new fence row. Orders follow when it is committed."""
-        old = self.fences[task]
-        self._moved_because[task] = (old.seq + 1, why)
+        old = self.rows.fences[task]
+        self._events.decided(task, old.seq + 1, why)
         new = FenceRow(old.seq + 1, to, self.fleet.aggregators[to].boot)
         transaction = Transaction(
             require=(
                 (EPOCH_KEY, EpochRow(self.leadership.epoch)),
                 (fence_key(task), old),
                 # A stop that this leader has not read yet: it released only the tasks of its time.
-                (MAINTENANCE_KEY, self.maintenance),
+                (MAINTENANCE_KEY, self.rows.maintenance),
             ),
             put=((fence_key(task), new),),
         )
         return self._transact(transaction, (task, new))
 
     def _on_placed(self, now: float, task: TaskId, fence: FenceRow) -> Effects:
-        old = self.fences.get(task)
-        self.fences[task] = fence
-        if old is not None:
-            self._told_fences.setdefault(task, old)
-        self._tell_fence(task, fence)
-        self._holders.clear()
-        self._catalogue, self._has_placed = None, True
-        self._refresh(task)
+        old = self.rows.fences.get(task)
+        self.rows.place(task, fence)
+        self._events.placed(task, self.rows.run_of(task), old, fence)
+        self._has_placed = True
+        self.demand.refresh(task)
         if not self.acts(now):
             return []
         told = [fence.aggregator]
@@ -761,8 +548,8 @@ class Coordinator:
         Leases are listed until the aggregator reports on the task: from then on it knows them.
         """
         given = []
-        for task in self._tasks_by_holder().get((node, view.boot), ()):
-            fence, report = self.fences[task], view.tasks.get(task)
+        for task in self.rows.by_holder().get((node, view.boot), ()):
+            fence, report = self.rows.fences[task], view.tasks.get(task)
             is_known = report is not None and report.seq == fence.seq
             expected = () if is_known else self.leases.sessions(task)
             given.append(Placement(task, fence.seq, expected, self._active_before(task, fence)))
@@ -778,7 +565,7 @@ class Coordinator:
         self._order += 1
         for assignment in assignments:
             view.forward(self._order, assignment.device_class, len(assignment.sessions))
-        catalogue = self._current_catalogue()
+        catalogue = self.rows.catalogue()
         is_short = view.catalogue == catalogue.number
         told = Catalogue(catalogue.number) if is_short else catalogue
         orders = SelectorOrders(
@@ -788,7 +575,7 @@ class Coordinator:
             number=self._order,
             acked=view.number,
             advertised=told.advertised,
-            wanting=self._current_wanting(),
+            wanting=self.demand.wanting(),
             routes=told.routes,
             check_ins_per_s=self._pace() / len(self.fleet.selectors),
             over=told.over,
@@ -799,82 +586,23 @@ class Coordinator:
         )
         return Send(node, orders)
 
-    def _current_wanting(self) -> tuple[TaskId, ...]:
-        if self._wanting is None:
-            self._wanting = tuple(task for task in self.tasks if self._wants[task])
-        return self._wanting
-
-    def _current_catalogue(self) -> Catalogue:
-        """Has the next number if anything in it has changed. 0 is that of a selector without one,
-        so the first number is 1 although there may be no tasks.
-        """
-        if self._catalogue is None:
-            last = self._last_catalogue
-            made = Catalogue(last.number, self._advertised(), self._assignment_map(), self.over)
-            if made != last or last.number == 0:
-                made = replace(made, number=last.number + 1)
-            self._catalogue = self._last_catalogue = made
-        return self._catalogue
-
     def _assigns_in_s(self) -> float:
         """How long a new leader may have to wait for the first report of a holder; in maintenance,
         until its announced end.
         """
-        if self.maintenance is not None:
-            return max(0.0, self.maintenance.until - self._now)
+        if self.rows.maintenance is not None:
+            return max(0.0, self.rows.maintenance.until - self._now)
         wait_s = self.leadership.recovers_until - self._now
-        if wait_s <= 0 or any(self._report_of(task) is not None for task in self.tasks):
+        if wait_s <= 0 or any(self.demand.report_of(task) is not None for task in self.rows.tasks):
             return 0.0
         return wait_s
-
-    def _advertised(self) -> tuple[Advertised, ...]:
-        """The tasks that selectors may offer to devices."""
-        return tuple(self._offer(row) for row in self.tasks.values() if row.state == "running")
-
-    def _offer(self, row: TaskRow) -> Advertised:
-        config = row.config
-        needs, candidate = self._requirements(config), self._candidate(row)
-        return Advertised(config.task, needs, config.is_secure, candidate)
-
-    def _requirements(self, config: TaskConfig) -> Requirements:
-        """An evaluation follows the newest bundle of the task that it evaluates."""
-        pinned = config.evaluates
-        evaluated = None if pinned is None else self.tasks.get(pinned.task)
-        return (config if evaluated is None else evaluated.config).requirements
-
-    def _candidate(self, row: TaskRow) -> CandidateOffer | None:
-        """Of the rollout of this task, or of the task that it evaluates."""
-        trained = self.tasks.get(_trained(row), row)
-        if row.candidate is None or trained.candidate is None:
-            return None
-        return CandidateOffer(trained.candidate.config.requirements, trained.candidate.share)
-
-    def _assignment_map(self) -> tuple[Route, ...]:
-        """Paper, appendix "Failure Recovery": "assignment maps (model training task to
-        corresponding aggregator identity) refreshed from coordinator on every report".
-
-        A paused task keeps its route: clients that have joined finish.
-        """
-        return tuple(
-            Route(task, fence.aggregator, fence.seq)
-            for task, fence in self.fences.items()
-            if task in self.tasks and fence.aggregator
-        )
-
-    def _ended_per_s(self, task: TaskId) -> float:
-        """Clients that end per second, whose slots become free."""
-        view = self.fleet.aggregators.get(self.fences[task].aggregator)
-        report, last = self._report_of(task), self.tasks[task].config.stop.versions
-        if view is None or (report is not None and report.version >= (last or _NEVER)):
-            return 0.0  # the last version exists, so no slot is filled again
-        return view.ended_per_s.get(task, 0.0)
 
     def _pace(self) -> float:
         """Check-ins per second that would meet the demand, with a margin. In maintenance the last
         ones: devices must not be sent away for longer and longer.
         """
-        if self.maintenance is None:
-            self._usual_pace = self._config.pace * sum(self._paces.values())
+        if self.rows.maintenance is None:
+            self._usual_pace = self._config.pace * self.demand.clients_per_s
         return self._usual_pace
 
     def _transact(
@@ -887,9 +615,3 @@ class Coordinator:
     def _new_token(self) -> int:
         self._token += 1
         return self._token
-
-
-def _trained(row: TaskRow) -> TaskId:
-    """The task itself, or the task that it evaluates."""
-    pinned = row.config.evaluates
-    return row.config.task if pinned is None else pinned.task

@@ -284,11 +284,11 @@ class CoordinatorCollector(Collector):
             ),
             ("aggregators", "Aggregators that reported lately.", len(fleet.live_aggregators(at))),
             ("selectors", "Selectors that reported lately.", len(fleet.selectors)),
-            ("tasks", "Tasks that are not over.", len(coordinator.tasks)),
+            ("tasks", "Tasks that are not over.", len(coordinator.rows.tasks)),
         ):
             yield GaugeMetricFamily(f"papaya_coordinator_{name}", help_, value)
         families = _TaskFamilies()
-        for task, row in coordinator.tasks.items():
+        for task, row in coordinator.rows.tasks.items():
             leases = coordinator.leases.count(task)
             families.gauge(
                 "papaya_coordinator_leases", "Clients assigned, not yet confirmed.", task, leases
@@ -297,7 +297,7 @@ class CoordinatorCollector(Collector):
                 "papaya_coordinator_demand",
                 "Client demand less leases.",
                 task,
-                coordinator.demand(task),
+                coordinator.demand.of(task),
             )
             if row.lease_until:
                 help_ = "Seconds until a signed task's lease ends; then no device starts it."

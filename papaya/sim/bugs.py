@@ -30,6 +30,9 @@ from papaya.aggregator.work import FAILED, UNREACHABLE, Fold, Stepped, StockedOf
 from papaya.client.client import Client
 from papaya.config import TaskConfig
 from papaya.coordinator.coordinator import Coordinator
+from papaya.coordinator.demand import ClientDemand
+from papaya.coordinator.leader_events import LeaderEvents
+from papaya.coordinator.recovery import Leadership
 from papaya.errors import OperatorError
 from papaya.learning.weighting import BytesLike
 from papaya.machine import Effects, Transact
@@ -97,9 +100,9 @@ def _keep_record(
     return replace(transaction, delete=tuple(k for k in transaction.delete if k != kept))
 
 
-def _forget_leases(self: Coordinator, task: TaskId) -> int:
-    report = self._report_of(task)
-    return 0 if report is None or self.tasks[task].state != "running" else report.demand
+def _forget_leases(self: ClientDemand, task: TaskId) -> int:
+    report = self.report_of(task)
+    return 0 if report is None or self._rows.tasks[task].state != "running" else report.demand
 
 
 def _demand_at_once(self: HeldTask, now: float) -> int:
@@ -315,16 +318,16 @@ def _trust_revoked(self: HeldTask, session: SessionId) -> bool:
     return False
 
 
-def _tell_nothing(self: Coordinator, now: float) -> None:
+def _tell_nothing(self: LeaderEvents, now: float, own: Leadership) -> None:
     pass
 
 
-_tell_fence = Coordinator._tell_fence
+_tell_fence = LeaderEvents.fence
 
 
-def _tell_fence_twice(self: Coordinator, task: TaskId, fence: FenceRow) -> None:
+def _tell_fence_twice(self: LeaderEvents, task: TaskId, run: int, fence: FenceRow) -> None:
     before = len(self._events)
-    _tell_fence(self, task, fence)
+    _tell_fence(self, task, run, fence)
     self._events += self._events[before:]
 
 
@@ -472,7 +475,7 @@ BUGS: dict[str, Bug] = {
     ),
     "unconfirmed-leases-forgotten": Bug(
         "a coordinator's demand ignores clients that are assigned but not confirmed",
-        ((Coordinator, "demand", _forget_leases),),
+        ((ClientDemand, "of", _forget_leases),),
     ),
     "adoption-without-a-window": Bug(
         "a new holder of a task reports its full demand before old clients return",
@@ -601,11 +604,11 @@ BUGS: dict[str, Bug] = {
     ),
     "leader-not-logged": Bug(
         "a coordinator does not log that it begins or ceases to lead",
-        ((Coordinator, "_tell_leadership", _tell_nothing),),
+        ((LeaderEvents, "leadership", _tell_nothing),),
     ),
     "move-logged-twice": Bug(
         "a coordinator logs the same move of a task twice",
-        ((Coordinator, "_tell_fence", _tell_fence_twice),),
+        ((LeaderEvents, "fence", _tell_fence_twice),),
     ),
     "drop-not-logged": Bug(
         "an aggregator drops a masked buffer and does not log it",

@@ -96,8 +96,9 @@ class EventAuditor:
         if not machine.acts(host.now):
             return
         known = self._fences.get(process, {})
-        for task in machine.tasks:
-            seq, holder = machine.fences[task].seq, machine.fences[task].aggregator
+        for task in machine.rows.tasks:
+            fence = machine.rows.fences[task]
+            seq, holder = fence.seq, fence.aggregator
             said = known.get(task)
             # A fence that is raised while nobody holds the task changes nothing to tell.
             is_told = said == (seq, holder) or (said is not None and said[1] == holder == "")

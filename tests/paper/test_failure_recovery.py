@@ -32,7 +32,7 @@ class Servers:
 
     def office_tasks(self) -> list[str]:
         assert self.office is not None
-        return list(self.office.machine.tasks)
+        return list(self.office.machine.rows.tasks)
 
     def beat(self, count: int = 1) -> list[Send]:
         """Heartbeats of everybody, and everything that is said because of them."""
@@ -144,7 +144,7 @@ def test_the_assignment_map_is_rebuilt_from_aggregator_reports() -> None:
     assert {route.task: route.aggregator for route in orders.routes} == {
         task: node.name for task, node in before.items()
     }
-    assert all(office.machine.demand(task) > 0 for task in before)
+    assert all(office.machine.demand.of(task) > 0 for task in before)
 
 
 # -- task execution ---------------------------------------------------------------------------

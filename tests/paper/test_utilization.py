@@ -115,7 +115,7 @@ def test_the_coordinator_pools_the_demand_of_all_aggregators() -> None:
     assert set(at) == {"agg-1", "agg-2"}
     office.aggregator("agg-1", on(at["agg-1"], 1, demand=3))
     office.aggregator("agg-2", on(at["agg-2"], 1, demand=2))
-    wanted = {task: office.machine.demand(task) for task in at.values()}
+    wanted = {task: office.machine.demand.of(task) for task in at.values()}
     assert wanted == {at["agg-1"]: 3, at["agg-2"]: 2}
 
 
@@ -200,7 +200,7 @@ def live(office: Office, beats: int, *nodes: str, **loads: float) -> None:
 def placed(office: Office) -> dict[str, tuple[str, int]]:
     return {
         task: (office.fence(task).aggregator, office.fence(task).seq)
-        for task in office.machine.tasks
+        for task in office.machine.rows.tasks
     }
 
 

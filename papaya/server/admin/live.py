@@ -86,8 +86,8 @@ class CoordinatorLive:
 
     def task(self, row: TaskRow) -> LiveTask | None:
         coordinator, task = self._coordinator, row.config.task
-        fence = coordinator.fences.get(task)
-        if not self.leads() or fence is None or task not in coordinator.tasks:
+        fence = coordinator.rows.fences.get(task)
+        if not self.leads() or fence is None or task not in coordinator.rows.tasks:
             return None
         view = coordinator.fleet.aggregators.get(fence.aggregator)
         report = None if view is None or view.boot != fence.boot else view.tasks.get(task)
@@ -96,7 +96,7 @@ class CoordinatorLive:
         return LiveTask(
             fence.aggregator,
             report.active,
-            max(0, coordinator.demand(task)),
+            max(0, coordinator.demand.of(task)),
             self._held(row),
             report.halted,
             0.0 if view is None else self._silent_s(view.heard_at),

@@ -46,7 +46,7 @@ def test_as_many_clients_are_assigned_as_are_wanted() -> None:
 def test_no_more_clients_are_assigned_than_are_held() -> None:
     office = a_served_office(a_task(), demand=4)
     assert len(sessions_in(office.selector("sel-1", 2))) == 2
-    assert office.machine.demand("words") == 2
+    assert office.machine.demand.of("words") == 2
 
 
 def test_an_assignment_says_everything_a_selector_needs() -> None:
@@ -84,7 +84,7 @@ def test_a_join_confirms_a_lease() -> None:
     sessions = sessions_in(office.selector("sel-1", 3))
     office.aggregator("agg-1", on("words", 1, active=1, demand=3, joined=(sessions[0],)))
     assert office.machine.leases.count("words") == 2
-    assert office.machine.demand("words") == 1
+    assert office.machine.demand.of("words") == 1
 
 
 def test_a_join_that_is_reported_again_confirms_nothing_more() -> None:
@@ -100,7 +100,7 @@ def test_an_unfilled_session_is_wanted_again_at_once() -> None:
     sessions = sessions_in(office.selector("sel-1", 2))
     office.selector("sel-2", 0)
     assert sessions_in(office.selector("sel-1", 0, unfilled=(sessions[0],))) == []
-    assert office.machine.demand("words") == 1
+    assert office.machine.demand.of("words") == 1
     assert len(sessions_in(office.selector("sel-2", 5))) == 1
 
 
@@ -109,10 +109,10 @@ def test_a_lease_expires_with_its_deadline() -> None:
     office.selector("sel-1", 2)
     office.pass_s(SERVER.confirm_by_s)
     office.aggregator("agg-1", on("words", 1, demand=2))
-    assert office.machine.demand("words") == 0, "a join in this very instant is still in time"
+    assert office.machine.demand.of("words") == 0, "a join in this very instant is still in time"
     office.now += A_MOMENT_S
     office.aggregator("agg-1", on("words", 1, demand=2))
-    assert office.machine.demand("words") == 2
+    assert office.machine.demand.of("words") == 2
 
 
 def test_a_lease_does_not_expire_by_an_old_report_that_comes_late() -> None:
@@ -122,7 +122,7 @@ def test_a_lease_does_not_expire_by_an_old_report_that_comes_late() -> None:
     office.selector("sel-1", 2)
     office.pass_s(SERVER.confirm_by_s + H)
     office.aggregator("agg-1", on("words", 1, demand=2), at=sent_at)
-    assert office.machine.demand("words") == 0
+    assert office.machine.demand.of("words") == 0
 
 
 def test_a_lease_is_not_ended_by_an_aggregator_that_does_not_hold_the_task() -> None:
@@ -178,7 +178,7 @@ def test_demand_is_pooled_from_all_aggregators() -> None:
     office.pass_s(H)
     office.aggregator("agg-1", on("words", 1, demand=3))
     office.aggregator("agg-2", on("images", 2, demand=2))
-    assert (office.machine.demand("words"), office.machine.demand("images")) == (3, 2)
+    assert (office.machine.demand.of("words"), office.machine.demand.of("images")) == (3, 2)
     assert len(sessions_in(office.selector("sel-1", 10))) == 5
 
 
@@ -187,7 +187,7 @@ def test_a_report_under_another_sequence_number_is_not_demand(seq: int) -> None:
     office = an_office(a_task())
     office.aggregator("agg-1")
     office.aggregator("agg-1", on("words", seq, demand=4))
-    assert office.machine.demand("words") == 0
+    assert office.machine.demand.of("words") == 0
     assert sessions_in(office.selector("sel-1", 10)) == []
 
 

@@ -54,7 +54,7 @@ def test_a_report_that_was_on_its_way_for_long_is_no_sign_of_a_wrong_clock() -> 
     office = a_served_office(a_task(), demand=4)
     office.pass_s(LIMIT_S - A_MOMENT_S)
     office.aggregator("agg-1", on("words", 1, demand=2), at=office.now - LIMIT_S)
-    assert office.machine.demand("words") == 2
+    assert office.machine.demand.of("words") == 2
     assert office.machine.fleet.clocks(office.now) == {"agg-1": 0.0}
 
 

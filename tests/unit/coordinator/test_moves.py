@@ -106,11 +106,11 @@ def test_leases_on_their_way_are_told_to_the_successor_until_it_reports() -> Non
 def test_after_a_move_the_old_demand_counts_no_more() -> None:
     office = a_served_office(a_task(), demand=4)
     office.aggregator("agg-1", boot=1, number=1)
-    assert office.machine.demand("words") == 0
+    assert office.machine.demand.of("words") == 0
     office.aggregator("agg-1", on("words", 1, demand=4), boot=1, number=2)
-    assert office.machine.demand("words") == 0, "the old sequence number"
+    assert office.machine.demand.of("words") == 0, "the old sequence number"
     office.aggregator("agg-1", on("words", 2, demand=4), boot=1, number=3)
-    assert office.machine.demand("words") == 4
+    assert office.machine.demand.of("words") == 4
 
 
 # -- doubtful outcomes ------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_an_aggregator_with_a_stale_assignment_is_told_what_it_holds() -> None:
     [orders] = orders_in(sends, AggregatorOrders, "agg-1")
     assert orders.tasks == ()
     assert office.fence() == FenceRow(2, "agg-2", 0), "and it does not get the task back"
-    assert office.machine.demand("words") == 0
+    assert office.machine.demand.of("words") == 0
 
 
 def test_a_holder_is_told_all_its_tasks_and_no_others() -> None:

@@ -28,14 +28,14 @@ def beat(office: Office, *nodes: str, **loads: float) -> None:
     for node in nodes:
         held = [
             on(task, office.fence(task).seq, demand=0)
-            for task in office.machine.tasks
+            for task in office.machine.rows.tasks
             if office.fence(task).aggregator == node
         ]
         office.aggregator(node, *held, load=loads.get(node.replace("-", "_"), 0.0))
 
 
 def holders(office: Office) -> dict[str, str]:
-    return {task: office.fence(task).aggregator for task in office.machine.tasks}
+    return {task: office.fence(task).aggregator for task in office.machine.rows.tasks}
 
 
 def several(count: int, concurrency: int = 4) -> list[TaskConfig]:

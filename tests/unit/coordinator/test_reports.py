@@ -31,14 +31,14 @@ from tests.unit.coordinator.builders import (
 def test_a_doubled_report_is_heard_once() -> None:
     office = a_served_office(a_task(), demand=2)
     assert office.aggregator("agg-1", on("words", 1, demand=4), number=2) == []
-    assert office.machine.demand("words") == 2
+    assert office.machine.demand.of("words") == 2
 
 
 def test_a_report_that_was_overtaken_is_ignored() -> None:
     office = a_served_office(a_task(), demand=0)
     office.aggregator("agg-1", on("words", 1, demand=1), number=9)
     office.aggregator("agg-1", on("words", 1, demand=4), number=8)
-    assert office.machine.demand("words") == 1
+    assert office.machine.demand.of("words") == 1
 
 
 def test_an_overtaken_report_is_no_sign_of_life() -> None:
@@ -56,7 +56,7 @@ def test_a_report_of_an_earlier_boot_is_ignored() -> None:
     office.aggregator("agg-1", boot=5, number=1)
     office.aggregator("agg-1", on("words", 1, demand=2), boot=5, number=2)
     assert office.aggregator("agg-1", on("words", 1, demand=4), boot=4, number=900) == []
-    assert office.machine.demand("words") == 2
+    assert office.machine.demand.of("words") == 2
     assert (office.fence().seq, office.fence().boot) == (1, 5.0)
 
 
@@ -65,7 +65,7 @@ def test_a_later_boot_counts_from_its_own_first_report() -> None:
     office.aggregator("agg-1", boot=5, number=900)
     office.aggregator("agg-1", boot=6, number=1)
     office.aggregator("agg-1", on("words", 2, demand=3), boot=6, number=2)
-    assert office.machine.demand("words") == 3
+    assert office.machine.demand.of("words") == 3
 
 
 def test_a_heartbeat_is_answered_with_orders_that_acknowledge_it() -> None:

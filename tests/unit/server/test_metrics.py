@@ -294,11 +294,11 @@ def test_a_coordinator_tells_who_leads_and_what_is_leased() -> None:
 
 def test_a_coordinator_tells_how_long_a_lease_lasts() -> None:
     office = a_served_office(a_placed_task(), demand=4)
-    row = office.machine.tasks["words"]
+    row = office.machine.rows.tasks["words"]
     registry = CollectorRegistry()
     registry.register(CoordinatorCollector(office.machine, lambda: office.now))
     assert b"lease_seconds" not in generate_latest(registry), "it has no owner"
-    office.machine.tasks["words"] = structs.replace(row, lease_until=office.now + 86400)
+    office.machine.rows.tasks["words"] = structs.replace(row, lease_until=office.now + 86400)
     value = scrape(CoordinatorCollector(office.machine, lambda: office.now))
     assert value("task_lease_seconds", task="words") == 86400
 
