@@ -14,38 +14,41 @@ from papaya.sim.swarm import SwarmResult, run_seed
 # 300: a fence is raised twice while nobody holds the task, which is no event.
 CLEAN_SEEDS = (*range(24), 300)
 SEARCHED_SEEDS = 120
+# Less than one seed in a hundred shows these bugs: long runs search for them.
+RARE_BUGS = ("record-of-the-next-buffer-ignored",)
+RARELY_SEARCHED_SEEDS = 2000
 # Where the search for a bug begins, if the first seeds do not show it. This only saves time.
 BEGINS_AT = {
-    "adoption-without-a-window": 21,
+    "adoption-without-a-ticket-check": 5,
+    "adoption-without-a-window": 22,
     "consumed-ids-forgotten": 21,
     "device-twice-in-a-buffer": 6,
-    "devices-forgotten-by-a-successor": 7,
+    "devices-forgotten-by-a-successor": 19,
     "drop-not-counted": 20,
-    "drop-not-logged": 20,
-    "earlier-leaders-assignments-kept": 4,
+    "drop-not-logged": 23,
+    "earlier-leaders-assignments-kept": 31,
     "failure-taken-for-a-refusal": 20,
     "fence-skipped": 3,
     "fold-before-accept": 20,
     "fsync-forgotten": 9,
-    "manifests-mixed-in-a-buffer": 37,
+    "manifests-mixed-in-a-buffer": 65,
     "member-twice-after-a-failover": 47,
     "nan-under-the-mask": 2,
     "noise-drawn-again": 65,
     "noise-halved": 29,
     "pinned-version-deleted": 2,
-    "record-of-the-next-buffer-ignored": 620,
     "release-of-another-list": 20,
     "revised-client-weighed-by-the-new-manifest": 21,
-    "revoked-sessions-go-on": 9,
-    "seed-accepted-twice": 55,
+    "revoked-sessions-go-on": 44,
+    "seed-accepted-twice": 65,
     "ring-wraps": 13,
     "rounding-down": 13,
-    "settled-ignored": 381,
+    "settled-ignored": 746,
     "staleness-from-the-wrong-version": 2,
     "staleness-not-computed-by-the-client": 30,
-    "tag-ignored": 4,
+    "tag-ignored": 20,
     "unanswered-seed-taken-for-lost": 20,
-    "unknown-transaction-repeated": 1,
+    "unknown-transaction-repeated": 2,
     "unreachable-taken-for-lost": 20,
     "update-sealed-twice": 20,
 }
@@ -75,11 +78,20 @@ def test_many_random_clusters_keep_every_promise(seed: int) -> None:
     assert run_seed(seed).failure is None
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug not in RARE_BUGS])
 def test_a_planted_bug_is_caught(bug: str) -> None:
     """A checker that never fires proves nothing: each broken rule must be noticed soon."""
     begins_at = BEGINS_AT.get(bug, 0)
-    seeds = range(begins_at, begins_at + SEARCHED_SEEDS)
+    search(bug, range(begins_at, begins_at + SEARCHED_SEEDS))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("bug", RARE_BUGS)
+def test_a_planted_bug_that_few_seeds_show_is_caught(bug: str) -> None:
+    search(bug, range(RARELY_SEARCHED_SEEDS))
+
+
+def search(bug: str, seeds: range) -> None:
     caught = next((seed for seed in seeds if run_seed(seed, bug).failure), None)
     assert caught is not None, f"{bug} went unnoticed for {len(seeds)} seeds"
     if caught not in CLEAN_SEEDS:
