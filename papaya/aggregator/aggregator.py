@@ -203,7 +203,7 @@ class Aggregator:
         held = self.tasks.get(claim.task)
         if held is None or held.phase is not TaskPhase.SERVING:
             return False
-        if held.sessions.next_deadline() <= now:
+        if held.must_wake(now):
             return False
         return held.touch(now, heartbeat.ticket, claim)
 
@@ -217,7 +217,7 @@ class Aggregator:
             after_s = min(1.0, self._config.heartbeat_s / 4)  # a successor may hold it already
             reason = "this aggregator does not hold the task" if held is None else held.phase.value
             return [Reply(reply_to, Retry(reason, after_s, elsewhere=True))]
-        if held.sessions.next_deadline() <= now:
+        if held.must_wake(now):
             return held.wake(now) + held.answer(now, request, claim, reply_to)
         return held.answer(now, request, claim, reply_to)
 

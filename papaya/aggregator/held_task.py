@@ -1223,6 +1223,19 @@ class HeldTask:
 
     # -- time -------------------------------------------------------------------------------
 
+    def must_wake(self, now: float) -> bool:
+        """Is a deadline due, so that `wake` comes before the next request? If all deadlines have
+        moved and `wake` would do nothing else, it counts as done.
+        """
+        if self.sessions.next_deadline() > now:
+            return False
+        if self.offers is not None or self.pipeline.is_bound or self._overflow:
+            return True
+        if self.pipeline.next_wake() <= now or self.sessions.has_expired(now):
+            return True
+        self._swept_at = now
+        return False
+
     def wake(self, now: float) -> Effects:
         self._swept_at = now
         return [

@@ -247,20 +247,27 @@ class Sessions:
         kept = (s.version for s in self.active.values() if s.kept_until > now)
         return min(kept, default=float("inf"))
 
-    def expired(self, now: float) -> list[Session]:
-        """Sessions whose deadline has passed. If a deadline has moved, file the new one."""
-        found: dict[SessionId, Session] = {}
+    def has_expired(self, now: float) -> bool:
+        """Has the deadline of a session passed? If a deadline has moved, file the new one."""
         deadlines = self._deadlines
         while deadlines and deadlines[0][0] <= now:
             session_id = deadlines[0][1]
             session = self.active.get(session_id)
             deadline = _NEVER if session is None else session.deadline(self._dead_after_s)
-            if now < deadline < _NEVER:
+            if deadline <= now:
+                return True
+            if deadline < _NEVER:
                 heapreplace(deadlines, (deadline, session_id))
-                continue
-            heappop(deadlines)
-            if session is not None and deadline <= now:
-                found[session_id] = session
+            else:
+                heappop(deadlines)
+        return False
+
+    def expired(self, now: float) -> list[Session]:
+        """Sessions whose deadline has passed."""
+        found: dict[SessionId, Session] = {}
+        while self.has_expired(now):
+            _, session_id = heappop(self._deadlines)
+            found[session_id] = self.active[session_id]
         return list(found.values())
 
     def next_deadline(self) -> float:
