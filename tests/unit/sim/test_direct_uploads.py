@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from papaya.aggregator.aggregator import Aggregator
 from papaya.config import AsyncFL, ServerConfig, TaskConfig
-from papaya.machine import Handle
-from papaya.messages.base import Message
+from papaya.messages.base import Message, NodeId
 from papaya.messages.participation import Chunk, Complete, Join
 from papaya.sim.cluster import Cluster, ClusterConfig
+from papaya.sim.observer import Observer
 
 TASK = TaskConfig(
     task="direct",
@@ -18,19 +18,23 @@ TASK = TaskConfig(
 )
 
 
+class SentToSelectors(Observer):
+    """The kinds of messages that selectors got."""
+
+    def __init__(self) -> None:
+        self.kinds: set[type[Message]] = set()
+
+    def on_sent(self, source: NodeId, target: NodeId, message: Message) -> None:
+        if target.startswith("selector"):
+            self.kinds.add(type(message))
+
+
 def test_chunks_do_not_pass_through_selectors_while_devices_reach_the_aggregator() -> None:
     config = ClusterConfig(
         tasks=(TASK,), aggregators=2, direct_uploads=True, server=ServerConfig(heartbeat_s=1.0)
     )
-    cluster = Cluster(config, seed=1)
-    selector, seen = cluster.hosts["selector-0"], set[type[Message]]()
-    deliver = selector.deliver
-
-    def watched(message: Message, reply_to: Handle = None) -> None:
-        seen.add(type(message))
-        deliver(message, reply_to)
-
-    selector.deliver = watched  # type: ignore[method-assign]
+    sent = SentToSelectors()
+    cluster, seen = Cluster(config, seed=1, observers=[sent]), sent.kinds
     cluster.run(120.0)
     [holder] = [
         host
