@@ -191,6 +191,7 @@ class Aggregator:
         Half of all requests are such heartbeats. After the last event nothing was left to do, so
         they need no `_finish`. False: nothing was done.
         """
+        self._listen(now)
         if now >= self._report_due or self._is_draining:
             return False
         try:
