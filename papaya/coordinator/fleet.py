@@ -129,6 +129,7 @@ class Fleet:
     def __init__(self, dead_after_s: float, max_clock_difference_s: float) -> None:
         self._dead_after_s = dead_after_s
         self.max_clock_difference_s = max_clock_difference_s
+        # Since when reports are processed here.
         self.listens_since = 0.0
         self._clocks: dict[NodeId, PeerClock] = {}
         self.aggregators: dict[NodeId, AggregatorView] = {}
@@ -183,22 +184,28 @@ class Fleet:
                     yield name, device_class, count
 
     def live_aggregators(self, now: float) -> dict[NodeId, AggregatorView]:
-        """Aggregators that reported recently."""
-        limit = now - self._dead_after_s
-        return {node: view for node, view in self.aggregators.items() if view.heard_at > limit}
+        """Aggregators that do not count as dead."""
+        return {node: view for node, view in self.aggregators.items() if self._is_live(now, view)}
 
     def open_aggregators(self, now: float) -> dict[NodeId, AggregatorView]:
-        """Aggregators that may be given a task: alive, and not about to stop."""
-        live = self.live_aggregators(now)
-        return {node: view for node, view in live.items() if not view.is_draining}
+        """Aggregators that may be given a task."""
+        return {node: view for node, view in self.aggregators.items() if self._is_open(now, view)}
 
     def has_other_than(self, now: float, node: NodeId) -> bool:
         """Is there another aggregator that may be given a task?"""
-        limit = now - self._dead_after_s
-        return any(
-            other != node and view.heard_at > limit and not view.is_draining
-            for other, view in self.aggregators.items()
-        )
+        views = self.aggregators.items()
+        return any(other != node and self._is_open(now, view) for other, view in views)
+
+    def _is_live(self, now: float, view: AggregatorView) -> bool:
+        """Silence only counts from `listens_since`: before that, reports were not processed."""
+        return max(view.heard_at, self.listens_since) > now - self._dead_after_s
+
+    def _is_open(self, now: float, view: AggregatorView) -> bool:
+        """Has it reported lately, and is it not about to stop?
+
+        If this process was stopped, an aggregator that has not reported since may be dead.
+        """
+        return view.heard_at > now - self._dead_after_s and not view.is_draining
 
     def is_draining(self, node: NodeId) -> bool:
         view = self.aggregators.get(node)
@@ -213,14 +220,9 @@ class Fleet:
         return report is None or report.seq != seq or report.drained
 
     def boot_of(self, now: float, node: NodeId) -> Boot | None:
-        """The boot that a node runs; None if it is dead.
-
-        Silence only counts from `listens_since`: before that, reports were not processed here.
-        """
+        """The boot that a node runs; None if it counts as dead."""
         view = self.aggregators.get(node)
-        if view is None or max(view.heard_at, self.listens_since) <= now - self._dead_after_s:
-            return None
-        return view.boot
+        return view.boot if view is not None and self._is_live(now, view) else None
 
     def silent_s(self, now: float, node: NodeId) -> float:
         """For how long a server has not reported; silence counts from `listens_since`."""

@@ -26,6 +26,17 @@ def test_servers_whose_reports_wait_are_not_silent() -> None:
     assert not any(isinstance(event, ServerSilent) for event in office.events)
 
 
+def test_an_aggregator_whose_report_waits_is_alive_but_gets_no_task() -> None:
+    """Formats are raised only if all live servers know them. A task must not go to a dead one."""
+    office = a_stopped_leader(2.5 * H)
+    office.wake()
+    fleet = office.machine.fleet
+    assert list(fleet.live_aggregators(office.now)) == ["agg-1"]
+    assert list(fleet.open_aggregators(office.now)) == []
+    office.aggregator("agg-1", on("words", 1, demand=4))
+    assert list(fleet.open_aggregators(office.now)) == ["agg-1"]
+
+
 def test_silence_begins_again_when_the_process_goes_on() -> None:
     office = a_stopped_leader(2.5 * H)
     office.wake()
