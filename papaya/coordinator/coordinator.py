@@ -443,7 +443,7 @@ class Coordinator:
                 was_restarted = live_boot is not None and live_boot > boot
                 why = "its holder was restarted" if was_restarted else "its holder is silent"
                 found += [(task, why) for task in tasks]
-            elif self.fleet.is_draining(node):
+            elif live_boot == boot and self.fleet.is_draining(node):
                 found += [
                     (task, "its holder stops")
                     for task in tasks

@@ -49,6 +49,18 @@ def test_a_successor_hears_of_active_and_of_awaited_clients() -> None:
     assert last_orders(office, "agg-2").tasks == (Placement("words", 2, active=4),)
 
 
+def test_a_late_report_of_an_earlier_boot_that_stopped_moves_nothing() -> None:
+    """The holder was restarted and has the task again; a new leader has not heard of it yet."""
+    before = a_served_office(a_task())
+    before.aggregator("agg-1", boot=1)
+    assert before.fence() == FenceRow(2, "agg-1", 1)
+    office = Office(store=before.store, boot=1, now=before.now)
+    office.wake()
+    office.aggregator("agg-2")
+    office.aggregator("agg-1", draining=True, boot=0)
+    assert office.fence() == FenceRow(2, "agg-1", 1)
+
+
 def test_a_task_that_was_never_loaded_moves_at_once() -> None:
     office = two_aggregators()
     office.aggregator("agg-1", draining=True)

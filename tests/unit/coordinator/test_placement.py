@@ -45,7 +45,7 @@ def several(count: int, concurrency: int = 4) -> list[TaskConfig]:
 # -- where a new task goes --------------------------------------------------------------------
 
 
-def test_on_a_cold_start_everyone_has_a_turn_to_report_before_a_task_is_placed() -> None:
+def test_on_a_cold_start_a_second_task_waits_until_everyone_had_a_turn_to_report() -> None:
     """ "evenly distributes tasks among available Aggregators": not all to the first who speaks."""
     office = Office(*several(4))
     office.wake()
