@@ -9,9 +9,9 @@ to read are requested through `read`. Only complete and valid uploads are added 
 
 An upload is a table of its chunks; nothing is copied before it is added. A buffer consists of the
 sum at its last cut and one shard for each thread that has added to it since. A cut adds the shards
-to the sum and starts new ones, so the sum that a snapshot encodes does not change while later
-updates are folded. Memory per model: the uploads, a shard per thread, and a sum for each of the two
-buffers that may be open.
+to the sum and starts new ones in their memory, so the sum that a snapshot encodes does not change
+while later updates are folded. Memory per model: the uploads, and for each of the two buffers that
+may be open, a sum and a shard per thread.
 
 If the rule of a task needs single updates, a buffer consists of their blobs instead, and memory
 holds those that are not written yet. The step reads all of them, block by block.

@@ -14,7 +14,8 @@ from papaya.sim.swarm import SwarmResult, run_seed
 # 300: a fence is raised twice while nobody holds the task, which is no event.
 CLEAN_SEEDS = (*range(24), 300)
 SEARCHED_SEEDS = 120
-# Less than one seed in a hundred shows these bugs: long runs search for them.
+# Less than one seed in a hundred shows these bugs, so only long runs search for them.
+# tests/unit/aggregator/test_rare_orders_of_events.py plants them too.
 RARE_BUGS = ("record-of-the-next-buffer-ignored",)
 RARELY_SEARCHED_SEEDS = 2000
 # Where the search for a bug begins, if the first seeds do not show it. This only saves time.
