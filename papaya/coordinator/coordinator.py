@@ -198,9 +198,11 @@ class Coordinator:
         """Remember since when reports are processed: only while this candidate leads, and not while
         its process is stopped.
         """
-        was_stopped = stopped_s(self._now, now, self._config.heartbeat_s) > 0
-        if was_stopped or not self.acts(self._now) or not self.acts(now):
+        stop_s = stopped_s(self._now, now, self._config.heartbeat_s)
+        if stop_s > 0 or not self.acts(self._now) or not self.acts(now):
             self.fleet.listens_since = now
+        if self.leadership.recovers(self._now):
+            self.leadership.recovers_until += stop_s
         self._now = now
 
     def _read(self) -> Effects:

@@ -109,7 +109,7 @@ def test_a_commit_gathers_what_came_within_its_interval() -> None:
     ("mebibytes", "every_s"), [(1, 0.25), (5, 0.25), (10, 0.5), (20, 1.0), (1000, 1.0)]
 )
 def test_commits_of_large_models_are_further_apart(mebibytes: int, every_s: float) -> None:
-    """At most 20 MiB of sums per second, but no update waits for more than four intervals."""
+    """20 MiB of sums per second, but no update waits for more than four intervals."""
     config = an_async_task(10, model_length=mebibytes << 18, commit_interval_s=0.25)
     assert time_between_commits_s(config) == every_s
 

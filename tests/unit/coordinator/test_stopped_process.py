@@ -47,6 +47,21 @@ def test_silence_begins_again_when_the_process_goes_on() -> None:
     assert list(office.machine.fleet.selectors) == []
 
 
+def test_the_recovery_period_is_longer_by_a_stop() -> None:
+    """Holders that have not reported to a new leader have as much time as without the stop."""
+    before = a_served_office(a_task())
+    office = Office(store=before.store, boot=1, now=before.now)
+    office.wake()
+    office.now += 2.5 * H
+    office.wake()
+    for _ in range(2):
+        office.pass_s(H)
+        office.aggregator("agg-2")
+    assert office.fence().aggregator == "agg-1"
+    office.pass_s(H)
+    assert office.fence().aggregator == "agg-2"
+
+
 def test_leadership_ends_by_the_clock() -> None:
     """Another candidate may lead by now."""
     office = a_stopped_leader(SERVER.leader_lease_s)
