@@ -6,9 +6,19 @@ from typing import Any
 
 import pytest
 
-from papaya.config import Aggregation, AsyncFL, SyncFL, TaskConfig, Weighting
+from papaya.config import (
+    Aggregation,
+    AsyncFL,
+    EvaluationPlan,
+    Requirements,
+    SecureAggregation,
+    SyncFL,
+    TaskConfig,
+    Weighting,
+)
+from papaya.messages.selection import Capabilities
 from papaya.sim.behaviour import Behaviour
-from papaya.sim.cluster import Cluster, ClusterConfig
+from papaya.sim.cluster import Cluster, ClusterConfig, DeviceKind
 from papaya.sim.counted_updates import WithoutModel, behaviour_without_model
 from papaya.sim.population import PopulationConfig
 from papaya.study.trace import Recorder
@@ -20,7 +30,9 @@ def a_task(regime: AsyncFL | SyncFL = AsyncFL(10), **settings: Any) -> TaskConfi
 
 def recorded(task: TaskConfig, behaviour: Behaviour) -> tuple[list[bytes], list[bytes]]:
     """The trace of a run in which the aggregator fails once."""
-    config = ClusterConfig(tasks=(task,), population=PopulationConfig(size=100_000))
+    kinds = (DeviceKind(1.0, Capabilities(upload_bits=16)),)
+    population = PopulationConfig(size=100_000)
+    config = ClusterConfig(tasks=(task,), population=population, kinds=kinds)
     recorder = Recorder()
     cluster = Cluster(config, 5, observers=[recorder], behaviour=behaviour)
     cluster.run(120.0)
@@ -32,15 +44,25 @@ def recorded(task: TaskConfig, behaviour: Behaviour) -> tuple[list[bytes], list[
     return recorder.since(0, 0)
 
 
-@pytest.mark.parametrize("regime", [AsyncFL(10), SyncFL(0.3)])
-def test_the_trace_is_that_of_a_run_with_arithmetic(regime: AsyncFL | SyncFL) -> None:
-    task = a_task(regime)
+@pytest.mark.parametrize(
+    "task",
+    [
+        a_task(AsyncFL(10)),
+        a_task(SyncFL(0.3)),
+        a_task(requirements=Requirements(upload_bits=16)),
+        a_task(weighting=Weighting("equal"), durability="step"),
+    ],
+)
+def test_the_trace_is_that_of_a_run_with_arithmetic(task: TaskConfig) -> None:
+    assert isinstance(behaviour_without_model((task,)), WithoutModel)
     assert recorded(task, WithoutModel()) == recorded(task, Behaviour())
 
 
 def test_arithmetic_is_left_out_only_if_servers_do_not_look_at_numbers() -> None:
     plain, clipped = a_task(), a_task(clip=8.0)
+    secure = a_task(clip=8.0, secure_aggregation=SecureAggregation())
+    evaluated = a_task(evaluation=EvaluationPlan(every_versions=2))
     median = a_task(weighting=Weighting("equal"), aggregation=Aggregation("median"))
     assert isinstance(behaviour_without_model((plain, plain)), WithoutModel)
-    for task in (clipped, median):
+    for task in (clipped, secure, evaluated, median):
         assert not isinstance(behaviour_without_model((plain, task)), WithoutModel)
