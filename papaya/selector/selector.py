@@ -685,7 +685,9 @@ class Selector:
     # -- participation ----------------------------------------------------------------------
 
     def route(self, request: Ticketed) -> NodeId | None:
-        """Where a request goes that is no join, if it is not answered here."""
+        """Where a request goes, if nothing else is to be done here; None: it needs `receive`."""
+        if type(request) is Join:
+            return None
         try:
             return self._map.route(claim_of(request.ticket))
         except TicketError:

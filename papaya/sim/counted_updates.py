@@ -1,7 +1,7 @@
 """Runs whose model nobody looks at: buffers have members and no numbers.
 
 Whom the servers select and count, and when, depends on no number in an update, unless the server
-checks it. So the arithmetic is left out, which saves a sixth of the time of such a run.
+checks it. So the arithmetic is left out, which saves time (docs/adr/0096).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.shards import NewBlobs, Shards
@@ -30,7 +30,7 @@ from papaya.aggregator.work import (
 from papaya.errors import InvariantError, MissingBlob, ProtocolError
 from papaya.machine import Effects, Forward, Handle, Log, Machine, Read, Reply, Send, Transact
 from papaya.messages.base import Message, NodeId
-from papaya.messages.participation import Chunk, Complete, Heartbeat, Leave, Report
+from papaya.messages.participation import Heartbeat, Ticketed
 from papaya.messages.storage import Outcome, Row, Rows, Transacted
 from papaya.selector.selector import Selector
 
@@ -43,9 +43,6 @@ MakeMachine = Callable[[int, float], Machine]
 
 # A timer of a wrong clock fires this late, so that rounding cannot make it early.
 _ROUNDING_S = 1e-9
-
-_OnlyRouted: TypeAlias = Heartbeat | Report | Chunk | Complete | Leave
-"""Requests that a selector passes on by their ticket. It also notes who joins."""
 
 
 class SimulatedHost:
@@ -243,7 +240,7 @@ class SimulatedSelectorHost(SimulatedHost):
     machine: Selector
 
     def take(self, request: Message, path: Path) -> None:
-        if isinstance(request, _OnlyRouted) and self._may_shorten:
+        if isinstance(request, Ticketed) and self._may_shorten:
             target = self.machine.route(request)
             if target is not None:
                 receive = self.cluster.hosts[target].take
