@@ -95,11 +95,13 @@ class _SettingsMeta(StructMeta):
     if not TYPE_CHECKING:  # type checkers take the signature from the fields
 
         def __call__(cls, *values: Any, **fields: Any) -> Any:
+            known = cls.__struct_fields__
             for name in fields:
-                if name not in cls.__struct_fields__:
+                if name not in known:
                     given = f"{cls.__name__}({name}={fields[name]!r:.40})"
+                    listed = f"its fields are {', '.join(known)}"
                     problem = f"{given}: there is no setting {name}"
-                    raise unknown_setting(problem, name, cls.__struct_fields__)
+                    raise unknown_setting(problem, name, known, listed)
             return super().__call__(*values, **fields)
 
 

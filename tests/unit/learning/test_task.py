@@ -236,7 +236,7 @@ def test_a_bad_task_file_is_refused_with_its_line_and_a_hint(case: str, tmp_path
 def test_a_misspelt_field_gets_a_similar_name(rest: str, meant: str, tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match=f"my_task.py:{LINES + 1}: .* is no setting") as raised:
         load(tmp_path, HEAD + rest)
-    assert raised.value.hint.startswith(f"did you mean {meant}? docs/configuration.md lists")
+    assert raised.value.hint.startswith(f"did you mean {meant}? its fields are ")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
