@@ -117,10 +117,10 @@ def elapsed(
     try:
         with told_regularly(tell, after_s, _REDRAW_S if is_replaced else _ELAPSED_EVERY_S):
             yield
-    finally:
         if words and cell is not None:
             cell.update(what, 1.0, words)
-        elif words and is_live:
+    finally:
+        if words and is_live:
             print(f"\r{_TO_END_OF_LINE}", end="", file=shown, flush=True)
 
 

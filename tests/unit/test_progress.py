@@ -103,3 +103,14 @@ def test_a_notebook_shows_the_time_in_its_cell(monkeypatch: pytest.MonkeyPatch) 
         assert display.here.wait(120)
     assert display.shown[0]["text/plain"] == "compiling: 0 %, 0 s so far"
     assert display.shown[-1]["text/plain"].startswith("compiling: 100 %, ")
+    display.shown.clear()
+    display.here.clear()
+
+    def fail_slowly() -> None:
+        with elapsed("compiling", after_s=0.001):
+            assert display.here.wait(120)
+            raise ValueError("no compiler")
+
+    with pytest.raises(ValueError, match="no compiler"):
+        fail_slowly()
+    assert display.shown[-1]["text/plain"].startswith("compiling: 0 %, "), "it did not end well"
