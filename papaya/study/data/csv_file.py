@@ -9,9 +9,9 @@ The first line names the columns. A column has the first of these types that fit
 
 An empty value and the words in `MISSING` are None. The file is UTF-8 text with commas, or such a
 file compressed with gzip (`.gz`). Refused (ValueError): lines with more or fewer values than there
-are columns, two columns with one name, damaged compression. A column with ten times as many numbers
-as other values is probably meant to have numbers only: its first other value is refused
-(OperatorError), because it would turn the whole column into texts.
+are columns, two columns with one name, damaged compression. A column with at least ten times as
+many numbers as other values is probably meant to have numbers only: its first other value is
+refused (OperatorError), because it would turn the whole column into texts.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def csv_columns(path: Path, names_of_clients: Sequence[str] = ()) -> dict[str, l
                 f"{path}, line {found[odd][0]}: the column {name!r} has numbers, but here "
                 f"{column[odd]!r}",
                 hint="correct the value, or leave it empty if it is unknown; if the column has "
-                "texts, give a DataFrame to papaya.simulate",
+                "texts, use parquet:FILE, or give a DataFrame to papaya.simulate",
             )
     return columns
 

@@ -84,6 +84,7 @@ def test_a_value_that_would_turn_numbers_into_texts_is_named(tmp_path: Path) -> 
     where = f"{tmp_path / 'table.csv'}, line 23"
     assert str(caught.value) == f"{where}: the column 'x' has numbers, but here '12,5'"
     assert "leave it empty if it is unknown" in caught.value.hint
+    assert "parquet:FILE" in caught.value.hint, "the command line has a way out, too"
     mixed = f"user,text,x\n{numbers}u1,,one\nu2,,two\n"
     assert columns_of(tmp_path, mixed)["x"][-2:] == ["one", "two"], "too many for mistakes"
     path = tmp_path / "table.csv"
