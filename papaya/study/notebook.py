@@ -140,12 +140,12 @@ def simulate(
         simulated = simulate_run(
             run, prepared, processes=processes, ray=ray, resume=resume, tell=tell
         )
-    if (early := ended_early(simulated.result)) is not None:
-        _warn([early])
     if output is not None:
         simulated.save(output)
     if resume is not None:
         forget(resume)
+    if (early := ended_early(simulated.result)) is not None:
+        _warn([early])
     return simulated
 
 
