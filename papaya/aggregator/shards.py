@@ -9,9 +9,9 @@ to read are requested through `read`. Only complete and valid uploads are added 
 
 An upload is a table of its chunks; nothing is copied before it is added. A buffer consists of the
 sum at its last cut and one shard for each thread that has added to it since. A cut adds the shards
-to the sum and starts new ones in their memory, so the sum that a snapshot encodes does not change
-while later updates are folded. Memory per model: the uploads, and for each of the two buffers that
-may be open, a sum and a shard per thread.
+to the sum and starts new ones, so the sum that a snapshot encodes does not change while later
+updates are folded. Memory per model: the uploads, a shard per thread, and a sum for each of the two
+buffers that may be open. For all models together, a shard per thread is kept to be used again.
 
 If the rule of a task needs single updates, a buffer consists of their blobs instead, and memory
 holds those that are not written yet. The step reads all of them, block by block.
@@ -142,15 +142,39 @@ def _let_go(data: BytesLike) -> None:
     """No-op: the bytes do not belong to a pool."""
 
 
+class _Spares:
+    """Memory of shards that cuts have added to sums, to be used again: the newest of all tasks."""
+
+    def __init__(self, most: int, lock: TakeLock) -> None:
+        self._most = most
+        self._kept: list[Total] = []
+        self._lock = lock()
+
+    def give(self, spare: Total) -> None:
+        with self._lock:
+            self._kept.append(spare)
+            del self._kept[: -self._most]
+
+    def zero(self, config: TaskConfig) -> Total:
+        """The sum of no updates, in memory that was used before if some has the right size."""
+        with self._lock:
+            fitting = (i for i, spare in enumerate(self._kept) if _fits(config, spare))
+            index = next(fitting, None)
+            found = None if index is None else self._kept.pop(index)
+        if found is None:
+            return _zero(config)
+        found.clear()
+        return found
+
+
 class _BufferSum:
     """The sum for one target version."""
 
-    def __init__(self, shards: int, lock: TakeLock) -> None:
+    def __init__(self, shards: int, lock: TakeLock, spares: _Spares) -> None:
         self.total: Any = None
         self.sessions: list[SessionId] = []
         self._shards: list[Any] = [None] * shards
-        # Shards that the last cut added to the sum: their memory is used again.
-        self._spares: list[Any] = [None] * shards
+        self._spares = spares
         self._locks = [lock() for _ in range(shards)]
 
     def add(
@@ -164,12 +188,7 @@ class _BufferSum:
         with self._locks[shard]:
             found = self._shards[shard]
             if found is None:
-                found, self._spares[shard] = self._spares[shard], None
-                if found is None:
-                    found = zero()
-                else:
-                    found.clear()
-                self._shards[shard] = found
+                found = self._shards[shard] = zero()
             found.add_all(members, kernel)
             self.sessions.extend(sessions)
 
@@ -183,7 +202,7 @@ class _BufferSum:
                     self.total = part
                 elif part is not None:
                     self.total += part
-                    self._spares[shard] = part
+                    self._spares.give(part)
                 self._shards[shard] = None
             return self.total, tuple(self.sessions)
 
@@ -256,6 +275,7 @@ class Shards:
         self._release = release
         self._uploads: dict[tuple[TaskId, SessionId], UploadChunks] = {}
         self._buffers: dict[tuple[TaskId, int], dict[int, _BufferSum | _BufferUpdates]] = {}
+        self._spares = _Spares(shards, lock)
         self._guard = lock()
 
     # -- uploads ----------------------------------------------------------------------------
@@ -310,7 +330,8 @@ class Shards:
             if members:
                 config, seq, target = given[0][0].config, given[0][0].seq, given[0][0].target
                 buffer = self._buffer(config, seq, target)
-                buffer.add(shard, partial(_zero, config), sessions, members, self._kernel)
+                zero = partial(self._spares.zero, config)
+                buffer.add(shard, zero, sessions, members, self._kernel)
         finally:
             for _, upload in given:
                 self.release(upload)
@@ -350,7 +371,7 @@ class Shards:
             if record.updates:
                 buffers[record.target] = _BufferUpdates.of_record(record, self._lock)
                 continue
-            buffer = buffers[record.target] = _BufferSum(self.count, self._lock)
+            buffer = buffers[record.target] = self._new_sum()
             buffer.total = _decoded(config, read(record.sum))
             buffer.sessions = [member.session for member in record.members]
         with self._guard:
@@ -486,9 +507,11 @@ class Shards:
             buffers = self._buffers.setdefault((config.task, seq), {})
             if target not in buffers:
                 keeps = takes_members(config)
-                kept = _BufferUpdates(self._lock) if keeps else _BufferSum(self.count, self._lock)
-                buffers[target] = kept
+                buffers[target] = _BufferUpdates(self._lock) if keeps else self._new_sum()
             return buffers[target]
+
+    def _new_sum(self) -> _BufferSum:
+        return _BufferSum(self.count, self._lock, self._spares)
 
 
 def _admit_measured(pieces: list[parameters.Vector], pinned: Evaluated) -> None:
@@ -529,6 +552,15 @@ def _zero(config: TaskConfig) -> Total:
     if (agreed := config.public_parameters) is None:
         return WeightedSum.zero(config.model_length)
     return MaskedSum.zero(agreed.vector_words, agreed.ring)
+
+
+def _fits(config: TaskConfig, spare: Total) -> bool:
+    """Could `_zero` have made it?"""
+    size = spare.vector.size
+    if (agreed := config.public_parameters) is None:
+        return isinstance(spare, WeightedSum) and size == config.model_length
+    is_masked = isinstance(spare, MaskedSum) and spare.vector.dtype == agreed.ring.word
+    return is_masked and size == agreed.vector_words
 
 
 def _pieces(total: Total) -> Pieces:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from random import Random
 from threading import Lock
 
@@ -12,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from papaya.aggregator.masked_sum import MaskedSum
-from papaya.aggregator.shards import NewBlobs, Shards, initial_blobs
+from papaya.aggregator.shards import NewBlobs, Shards, _Spares, initial_blobs
 from papaya.aggregator.work import Fold, Folded, GetOffers, Restore, Snapshot, Step, Stepped
 from papaya.client.work import Seal, Sealed
-from papaya.config import TaskConfig
+from papaya.config import Requirements, TaskConfig
 from papaya.learning import parameters
 from papaya.learning.parameters import FLOAT32
 from papaya.messages.base import BlobKey
 from papaya.messages.participation import SecureOffer
 from papaya.messages.storage import Member, RecordRow, VersionRow
-from papaya.secagg.words import WORD
+from papaya.secagg.words import RING_16, WORD
 from papaya.sim.tsa_twin import TsaTwin, sealed
 from tests.unit.aggregator.builders import MODEL_LENGTH, TASK
 from tests.unit.aggregator.secure_builders import CLIP, MAX_EXAMPLES, STEP, a_secure_task, mean_of
@@ -215,6 +216,16 @@ def test_a_seed_that_was_taken_and_never_recorded_is_left_out_of_the_masks() -> 
     assert aggregation.version(aggregation.record()) == pytest.approx([3.5, 0, 0, 0], abs=1e-4)
     late = aggregation.fold("b", sent["b"], target=TARGET + 1)
     assert late.refused == "seed_refused"
+
+
+def test_words_of_another_ring_are_not_used_again() -> None:
+    """Both vectors have as many words."""
+    spares = _Spares(1, nullcontext)
+    wide, narrow = a_secure_task(), a_secure_task(requirements=Requirements(upload_bits=16))
+    used = spares.zero(wide)
+    spares.give(used)
+    assert spares.zero(narrow).vector.dtype == RING_16.word
+    assert spares.zero(wide) is used
 
 
 def test_an_upload_of_the_wrong_size_uses_up_no_offer() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from papaya.aggregator.shards import Shards, UploadChunks, blob_key
 from papaya.aggregator.work import Drop, Fold, Folded, Keep, Restore, Snapshot
@@ -47,11 +50,16 @@ class Released:
 
 
 def keep(
-    shards: Shards, session: str, values: tuple[float, ...], pool: Released, chunk_bytes: int = 8
+    shards: Shards,
+    session: str,
+    values: tuple[float, ...],
+    pool: Released,
+    chunk_bytes: int = 8,
+    task: str = TASK,
 ) -> None:
     for index, piece in enumerate(chunks_of(values, chunk_bytes)):
         data = pool.chunk(piece)
-        shards.keep(Keep(TASK, session, index * chunk_bytes, data, 16))  # type: ignore[arg-type]
+        shards.keep(Keep(task, session, index * chunk_bytes, data, 16))  # type: ignore[arg-type]
 
 
 def a_fold(session: str, target: int = 1, examples: int = 1, config: TaskConfig = CONFIG) -> Fold:
@@ -199,6 +207,37 @@ def test_a_shard_begins_at_zero_again_in_the_same_memory_after_each_cut() -> Non
         total, _ = the_sum(shards)
         assert total == WeightedSum((turn + 1) * np.array([1, 2, 3, 4], FLOAT32), turn + 1)
     assert len(memory) == 2, "the first shard is the sum from the first cut on"
+
+
+def test_the_memory_that_is_kept_after_cuts_does_not_grow_with_the_number_of_tasks() -> None:
+    shards, pool = Shards(2), Released()
+    seen: list[weakref.ref[Any]] = []
+    for task in (f"task-{number}" for number in range(5)):
+        config = replace(CONFIG, task=task)
+        for shard in (0, 1, 0, 1):
+            session = f"{task}-{len(seen)}"
+            keep(shards, session, (1, 2, 3, 4), pool, task=task)
+            shards.fold(a_fold(session, config=config), shard)
+            [used] = [part for part in shards._buffers[task, 1][1]._shards if part is not None]  # type: ignore[union-attr]
+            seen.append(weakref.ref(used.vector))
+            del used
+            shards.cut(Snapshot(task, 1, (1,)))
+    kept = {id(vector) for vector in (ref() for ref in seen) if vector is not None}
+    assert len(kept) <= 5 + 2, "a sum for each task, and a shard for each thread"
+
+
+def test_memory_of_another_size_is_not_used_again() -> None:
+    shards, pool = Shards(1), Released()
+    longer = replace(CONFIG, task="longer", model_length=2 * MODEL_LENGTH)
+    for session in ("a", "b"):
+        keep(shards, session, (1, 2, 3, 4), pool)
+        shards.fold(a_fold(session))
+        the_sum(shards)
+    for index, piece in enumerate(2 * chunks_of((1, 2, 3, 4), 8)):
+        shards.keep(Keep("longer", "c", 8 * index, piece, 32))
+    shards.fold(a_fold("c", config=longer))
+    [(_, total, _)] = shards.cut(Snapshot("longer", 1, (1,))).sums
+    assert total == WeightedSum(np.array([1, 2, 3, 4, 1, 2, 3, 4], FLOAT32), 1)
 
 
 def a_record(target: int, blob: str, *sessions: str) -> RecordRow:
