@@ -216,7 +216,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: what Ctrl-C ends, it ends too, with an exit code of its own."""
+    """SIGTERM. It ends the same work as Ctrl-C, with another exit code."""
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class WithoutModel(Behaviour):
 
 
 def behaviour_without_model(tasks: tuple[TaskConfig, ...]) -> Behaviour:
-    """That of a run whose model nobody looks at, if its servers need not look at updates either."""
+    """For a run whose model nobody looks at: without arithmetic, unless servers check updates."""
     return Behaviour() if any(_depends_on_numbers(task) for task in tasks) else WithoutModel()
 
 

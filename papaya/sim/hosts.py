@@ -235,7 +235,7 @@ class SimulatedHost:
 
 
 class SimulatedSelectorHost(SimulatedHost):
-    """Has a short way for requests that are only passed on."""
+    """Takes a shortcut for requests that are only passed on."""
 
     machine: Selector
 
@@ -280,7 +280,7 @@ class SimulatedAggregatorHost(SimulatedHost):
         return self.cluster.behaviour.shards(self.cluster.tsa.adapter, self._noise.randbytes)
 
     def take(self, request: Message, path: Path) -> None:
-        """Has a short way for heartbeats: a client does nothing when it gets `Alive`."""
+        """Takes a shortcut for heartbeats: a client does nothing when it gets `Alive`."""
         if type(request) is Heartbeat and self._may_shorten:
             network = self.cluster.network
             if network.is_clear and self.machine.touch(self.now, request):

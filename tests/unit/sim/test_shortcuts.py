@@ -1,4 +1,4 @@
-"""Short ways of the simulator: requests that nobody looks at are handled with less work."""
+"""Shortcuts of the simulator: requests that nobody looks at are handled with less work."""
 
 from __future__ import annotations
 
