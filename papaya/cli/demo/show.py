@@ -56,7 +56,7 @@ _STYLE: dict[Any, Any] = {
 _METRICS_BYTES = 4 << 20
 _LINE_EVERY_S = 2.0  # the task is polled every half second
 _STILL_EVERY_S = 2.5
-_SLOW_START_S = 10.0  # above this, the result says how long devices needed
+_SLOW_START_S = 10.0  # above this, the result says how long the first version took
 _BAR = 52
 _SHOWN = 32
 
@@ -420,7 +420,7 @@ def _start(summary: Summary) -> str:
     """How long a slow start took, which is not part of the time of training."""
     if summary.start_s <= _SLOW_START_S:
         return ""
-    return f", after {summary.start_s:.0f} s to the first version (this machine is busy)"
+    return f", after {summary.start_s:.0f} s to the first version"
 
 
 def _rate(versions_per_minute: float) -> str:
