@@ -129,10 +129,14 @@ class Assignments(Observer):
 
 @pytest.fixture(scope="module")
 def filling() -> Assignments:
-    """Until the busiest task is two thirds full: so far every task has had demand all the time."""
+    """Until the busiest task is two thirds full: so far every task has had demand all the time.
+
+    Each task has an aggregator of its own, so that all are placed at the same time.
+    """
     concurrency = 900
     assignments = Assignments()
-    cluster = Cluster(a_shared_fleet(concurrency, supply=1.5), 1, observers=[assignments])
+    config = structs.replace(a_shared_fleet(concurrency, supply=1.5), aggregators=len(SUBSETS))
+    cluster = Cluster(config, 1, observers=[assignments])
 
     def busiest() -> int:
         totals: dict[TaskId, int] = {}
