@@ -48,8 +48,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "device's `participation_floor_s` can only increase it.",
         "max_participations": "Maximum number of participations of one device. None: no limit.",
         "keep_versions": "Number of newest versions to keep at least.",
-        "commit_interval_s": "Minimum time between two commits of an open buffer. For large models "
-        "as long as writing the sum takes at 20 MiB/s, but at most four times this.",
+        "commit_interval_s": "Minimum time between two commits of an open buffer.",
         "durability": "`commit`: an acknowledged update survives a crash. `step`: only versions "
         "do, as in the paper.",
         "stop": "When the task ends automatically.",

@@ -9,9 +9,6 @@ before any is durable, the version itself makes them durable, and no sum is writ
 always writes a record first: the TSA releases masks only for members that cannot change. So does a
 task whose rule needs single updates: their blobs are what the step reads.
 
-Updates that are folded within `commit_interval_s` share a commit; those of a large model within a
-longer time. An update that comes later than that is committed at once.
-
 One storage operation runs at a time. If its outcome is not `committed`, the rows are read again. If
 the only change is a mark or a pin on a version that was to be deleted, the same step is written
 again; otherwise the task is loaded again. This file knows nothing about clients or tickets.
@@ -37,7 +34,6 @@ from papaya.aggregator.work import (
     Step,
     Stepped,
 )
-from papaya.config import TaskConfig
 from papaya.errors import InvariantError
 from papaya.learning.aggregation_rules import takes_members
 from papaya.machine import Effects, Read, Transact
@@ -53,19 +49,6 @@ from papaya.messages.storage import (
 
 _NEVER = float("inf")
 _RETRY_S = 1.0
-# How fast sums may be written, unless an update would then wait for more than so many times the
-# interval of its task.
-_SUM_BYTES_PER_S = 20 << 20
-_LONGEST_WAIT = 4
-
-
-def time_between_commits_s(config: TaskConfig) -> float:
-    """A commit hashes and writes the whole sum, so more updates share that of a large model."""
-    interval_s = config.commit_interval_s
-    if takes_members(config):
-        return interval_s  # a commit writes new updates only
-    written_s = config.model_bytes / _SUM_BYTES_PER_S
-    return max(interval_s, min(written_s, _LONGEST_WAIT * interval_s))
 
 
 class Buffer:
@@ -201,10 +184,9 @@ class Pipeline:
         # An operation is pending. The first one restores the sums.
         self._is_busy = True
 
-        # When the next group commit is due, when the last one started, and the time between two.
+        # When the next group commit is due, and when the last one started.
         self._commit_due = _NEVER
         self._last_commit = -_NEVER
-        self._commit_every_s = time_between_commits_s(self.config)
         # When a step may be tried, and how often the TSA has failed at this step.
         self._step_due = -_NEVER
         self._failures = 0
@@ -551,7 +533,7 @@ class Pipeline:
         elif self.acknowledges_folded:
             return
         else:
-            due = max(now, self._last_commit + self._commit_every_s)
+            due = max(now, self._last_commit + self.config.commit_interval_s)
         self._commit_due = min(self._commit_due, due)
 
     def _transact(self, transaction: Transaction) -> Effects:

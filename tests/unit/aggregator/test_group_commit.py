@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from papaya.aggregator.pipeline import Buffer, time_between_commits_s
+from papaya.aggregator.pipeline import Buffer
 from papaya.aggregator.work import DeleteBlobs, Fold, Snapshot, Step
-from papaya.config import Aggregation, Weighting
 from papaya.errors import InvariantError
 from papaya.learning.weighting import WeightedSum
 from papaya.machine import Reply, Transact
@@ -103,37 +102,6 @@ def test_a_commit_gathers_what_came_within_its_interval() -> None:
     world.pass_s(0.25)
     assert transactions(node) == 2, "the others together, an interval later"
     assert all(world.answers[handle] == Completed() for handle in handles)
-
-
-@pytest.mark.parametrize(
-    ("mebibytes", "every_s"), [(1, 0.25), (5, 0.25), (10, 0.5), (20, 1.0), (1000, 1.0)]
-)
-def test_commits_of_large_models_are_further_apart(mebibytes: int, every_s: float) -> None:
-    """20 MiB of sums per second, but no update waits for more than four intervals."""
-    config = an_async_task(10, model_length=mebibytes << 18, commit_interval_s=0.25)
-    assert time_between_commits_s(config) == every_s
-
-
-def test_a_rule_that_keeps_updates_commits_at_its_interval() -> None:
-    """Such a commit writes the new updates only."""
-    config = an_async_task(
-        4, model_length=5 << 20, aggregation=Aggregation("median"), weighting=Weighting("equal")
-    )
-    assert time_between_commits_s(config) == config.commit_interval_s
-
-
-def test_a_commit_of_a_large_model_gathers_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("papaya.aggregator.pipeline._SUM_BYTES_PER_S", 4 * MODEL_LENGTH)
-    world, node = a_world(an_async_task(10, concurrency=10, commit_interval_s=0.5))
-    one, other, late = world.joined(node, 3)
-    one.upload(1)
-    waiting = other.upload(2)
-    world.pass_s(0.75)
-    assert waiting not in world.answers
-    world.pass_s(0.25)
-    assert world.answers[waiting] == Completed()
-    world.pass_s(1.0)
-    assert world.answers[late.upload(3)] == Completed(), "a lone update is committed at once"
 
 
 def test_updates_that_come_during_a_commit_go_with_the_next() -> None:
