@@ -94,7 +94,7 @@ class Aggregator:
         self._number = 0
         self._reported_at = -float("inf")
         self._report_due = now
-        # The next heartbeat, the last call of `wake`, and the last call that was more than `touch`.
+        # The next heartbeat, the last call of `wake`, and the last call of any kind.
         self._next_beat = now
         self._woken_at = now
         self._now = now
@@ -189,7 +189,7 @@ class Aggregator:
         """Note that a known client is alive, if `Alive` is all that its heartbeat leads to.
 
         Half of all requests are such heartbeats. After the last event nothing was left to do, so
-        they need no `_finish`. Nor `_listen`: the next call finds a stop. False: nothing was done.
+        they need no `_finish`. False: nothing was done.
         """
         self._listen(now)
         if now >= self._report_due or self._is_draining:
