@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from papaya.aggregator.aggregator import Aggregator
 from papaya.config import (
     Aggregation,
     AsyncFL,
@@ -21,6 +22,7 @@ from papaya.sim.cluster import Cluster, ClusterConfig, DeviceKind
 from papaya.sim.hosts import SimulatedHost
 from papaya.sim.observer import Observer
 from papaya.sim.population import PopulationConfig
+from papaya.sim.swarm import run_seed
 from papaya.study.trace import Recorder
 
 TASKS: dict[str, dict[str, Any]] = {
@@ -83,3 +85,13 @@ def test_a_run_that_nobody_checks_is_the_same_run(kind: str) -> None:
     assert short.state.rows == long.state.rows
     # What is left out counts at once as an event, and not when it would arrive.
     assert 0 <= short.engine.events - long.engine.events < 10
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_the_shortcut_of_heartbeats_changes_no_message(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A swarm with faults, in which checkers look at every message and row."""
+    short = run_seed(seed).trace_hash
+    monkeypatch.setattr(Aggregator, "touch", lambda aggregator, now, heartbeat: False)
+    assert run_seed(seed).trace_hash == short
