@@ -43,12 +43,12 @@ from tests.chaos.faults import (
 from tests.chaos.hosts import Network, sh
 from tests.chaos.oracle import DAMPING, judge, read_outcomes
 from tests.chaos.planted import BUGS, PLANTED, VARIABLE
-from tests.chaos.schedule import KINDS, Schedule, left_out
+from tests.chaos.schedule import FAKETIME, KINDS, Schedule, left_out
 from tests.system.processes import PAPAYA
 
 _PACKAGES = {
     "patroni": "patroni",
-    "etcd": "etcd-server",
+    "etcd": "etcd-server python3-etcd",
     "haproxy": "haproxy",
     "ip": "iproute2",
     "iptables": "iptables",
@@ -56,7 +56,6 @@ _PACKAGES = {
     "psql": "postgresql",
 }
 _PROBE = "papaya-probe"
-_MORE = ("libfaketime", "python3-etcd")
 _EPISODE_S = 300.0  # each has tasks of its own, because a task has a coordinate per participation
 _LENGTH = 40_000
 _GOAL = 8
@@ -146,23 +145,31 @@ def _why_not() -> str:
     """Install what is missing. The reason why this machine cannot run it, or nothing."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [package for program, package in _PACKAGES.items() if shutil.which(program) is None]
-    if missing:
-        say(f"installing {', '.join(missing)}")
-        install = ["apt-get", "install", "--yes", "--no-install-recommends", *missing, *_MORE]
-        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        for command in (["apt-get", "update"], install):
-            try:
-                subprocess.run(
-                    command, check=True, env=environment, capture_output=True, timeout=300
-                )
-            except (OSError, subprocess.SubprocessError) as error:
-                return f"cannot install {', '.join(missing)}: {error}"
+    missing = [names for program, names in _PACKAGES.items() if shutil.which(program) is None]
+    if problem := _install(" ".join(missing)):
+        return problem
+    if not FAKETIME.exists():
+        _install("libfaketime")  # without it, only the faults of clocks are left out
     try:
         sh("ip", "netns", "add", _PROBE)
         sh("ip", "netns", "del", _PROBE)
     except AssertionError as error:
         return f"network namespaces do not work here: {error}"
+    return ""
+
+
+def _install(packages: str) -> str:
+    """Why these Debian packages cannot be installed, or nothing."""
+    if not packages:
+        return ""
+    say(f"installing {packages}")
+    install = ["apt-get", "install", "--yes", "--no-install-recommends", *packages.split()]
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["apt-get", "update"], install):
+        try:
+            subprocess.run(command, check=True, env=environment, capture_output=True, timeout=300)
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"cannot install {packages}: {error}"
     return ""
 
 
