@@ -74,9 +74,11 @@ class ConnectionPool:
         return StreamedRequest(pool, method, path, headers, length, timeout_s, on_room)
 
     def waiting(self, address: str) -> int:
-        """How many requests wait for a connection to the server at `address`."""
+        """How many requests wait for a connection to the server at `address`, not counting those
+        that get theirs when a connection that is being closed is gone.
+        """
         pool = self._pools.get(address)
-        return 0 if pool is None else pool.waiting
+        return 0 if pool is None else max(0, pool.waiting - pool.closing)
 
     async def close(self) -> None:
         """Closes all connections; later requests fail."""
@@ -290,6 +292,10 @@ class _Pool:
     @property
     def waiting(self) -> int:
         return sum(not turn.done() for turn in self._waiting)
+
+    @property
+    def closing(self) -> int:
+        return sum(connection.is_closing for connection in self._connections)
 
     async def lend(self) -> ClientConnection:
         """A new connection if the limit allows it, else the next one that is given back."""

@@ -349,6 +349,30 @@ def test_an_upload_that_is_given_up_breaks_the_far_side() -> None:
     run(main())
 
 
+@both_loops
+def test_one_who_gets_a_closing_connection_does_not_count_as_waiting(loop: str) -> None:
+    """Otherwise slow bodies that need not give way would be broken off."""
+    shop = Shop()
+
+    async def main() -> None:
+        limits = PeerLimits(max_connections=1)
+        async with a_server(shop.routes) as server, some_connections(limits) as connections:
+            address = f"127.0.0.1:{server.port}"
+            slow = connections.open_upload(address, "PUT", "/stream/a", (), 10, 5)
+            slow.write(b"half")
+            while not shop.receivers:
+                await asyncio.sleep(0)
+            uploads = [connections.open_upload(address, "PUT", "/u", (), 10, 5) for _ in "ab"]
+            while connections.waiting(address) < 2:
+                await asyncio.sleep(0)
+            slow.abort()
+            assert connections.waiting(address) == 1, "the other one needs a further connection"
+            for upload in uploads:
+                upload.abort()
+
+    run(main(), loop)
+
+
 def test_after_closing_nothing_is_sent() -> None:
     async def main() -> None:
         connections = ConnectionPool()
