@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -288,13 +288,16 @@ def test_a_device_does_not_take_part_against_its_history_after_a_restart(tmp_pat
         ),
     )
 )
+@example({"join": wire.encode(JOINED), "report": b""})  # time for the report by the device's limits
 def test_whatever_is_answered_a_visit_ends(answers: dict[str, bytes]) -> None:
+    limits = DeviceLimits(max_training_s=1.0, max_upload_s=0.05, max_heartbeat_s=0.2)
+
     async def scenario() -> None:
         async with serving() as fake:
             fake.joined = joined(training_timeout_s=0.2, heartbeat_s=0.2)
             fake.replace |= {where: raw(body) for where, body in answers.items()}
             config = structs.replace(IMPATIENT, give_up_s=0.05, request_timeout_s=0.05)
             async with asyncio.timeout(120):
-                await visit(fake, config, DeviceLimits(max_training_s=1.0, max_upload_s=0.05))
+                await visit(fake, config, limits)
 
     asyncio.run(scenario())
