@@ -38,6 +38,7 @@ demo: $(DEMO) ## Train a model for about a minute, with a server and devices on 
 
 soak: $(DEV) ## The tests and simulation seeds that take many minutes
 	$(PYTEST) -m soak
+	$(PYTEST) --hypothesis-profile random
 	$(BIN)/papaya swarm --seeds 2000
 	$(BIN)/python -m tests.chaos.run --minutes 120
 

@@ -20,9 +20,12 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A slow machine is not a failing property: how long an example takes is for `bench/` to judge.
+# The default run tries the same examples each time, so that no change fails because of a property
+# that it does not touch. `make soak` tries other examples (`--hypothesis-profile random`).
 settings.register_profile(
-    "papaya", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "random", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("papaya", parent=settings.get_profile("random"), derandomize=True)
 settings.load_profile("papaya")
 
 _MOST_WORKERS = 4  # a worker imports torch and grows to a gigabyte
