@@ -17,6 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Condition, Thread
 from types import TracebackType
@@ -243,11 +244,19 @@ class Installation:
     ) -> None:
         for server in self.servers:
             server.close()
+        self._end_tsa()
         for held in self._reserved:
             held.close()
         if error is not None:
             for server in self.servers:
                 error.add_note(f"===== log of {server.name} =====\n{server.text()}")
+
+    def _end_tsa(self) -> None:
+        """The TSA of a server that was killed goes on."""
+        with suppress(OSError, ValueError):  # there is none
+            process = int((self.data / "tsa-child.pid").read_text())
+            if str(self.data).encode() in Path(f"/proc/{process}/cmdline").read_bytes():
+                os.kill(process, signal.SIGKILL)
 
 
 def toml(deployment: dict[str, Toml], server: dict[str, Toml]) -> str:
