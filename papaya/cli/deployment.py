@@ -56,12 +56,16 @@ def add_deployment(group: argparse._ActionsContainer) -> None:
         ("--devices", found.devices, "address (host:port) to listen on for devices"),
         ("--admin", found.admin, "address (host:port) of the admin API"),
         ("--servers", found.servers, "address (host:port) to listen on for other servers"),
-        ("--announce", "the --servers address", "address (host:port) at which they call this one"),
+        (
+            "--announce",
+            "the --servers address",
+            "address (host:port) at which other servers reach this one",
+        ),
     ):
         group.add_argument(option, metavar="ADDRESS", help=f"{words} (default: {default})")
     group.add_argument(
         "--upload-url",
         metavar="URL",
-        help="of an aggregator: where devices may upload to it without a selector in between; it "
+        help="URL at which devices may upload to this aggregator without a selector in between; it "
         "then listens on --devices as well (default: none)",
     )

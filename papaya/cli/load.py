@@ -138,7 +138,10 @@ def add_to(commands: Commands) -> None:
         help="visits per second, of all devices together (default: as many as the servers allow)",
     )
     parser.add_argument(
-        "--training", type=positive, metavar="S", help="mean seconds per training job, exponential"
+        "--training",
+        type=positive,
+        metavar="S",
+        help="mean seconds per training job, exponentially distributed",
     )
     parser.add_argument("--seconds", type=positive, metavar="S", help="end after this time")
     parser.add_argument(

@@ -64,9 +64,8 @@ def add_to(commands: Commands) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help=f"file with the token (default: ${TOKEN_VARIABLE} if it is set, else "
-        f"{DEFAULT_TOKEN_FILE} for {DEFAULT_URL}, else it is asked for, or read from stdin); "
-        "with -, it is always asked for or read from stdin",
+        help="file with the token; - asks for it, or reads it from stdin (default: "
+        f"${TOKEN_VARIABLE} if it is set, else {DEFAULT_TOKEN_FILE} for {DEFAULT_URL}, else -)",
     )
     parser.add_argument(
         "--ca",
@@ -75,7 +74,7 @@ def add_to(commands: Commands) -> None:
         "(default: the system's authorities)",
     )
     parser.add_argument(
-        "--profile", metavar="NAME", help="name under which to store it, if you use several servers"
+        "--profile", metavar="NAME", help="profile to store it in, if you use several servers"
     )
     add_format(parser)
     bind(parser, LoginOptions, run)

@@ -46,7 +46,7 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "owner",
         description="Create and show the key with which you sign tasks. Devices that have pinned "
-        "its public half train your tasks without any file of yours.",
+        "its public half fetch and train your tasks; you do not have to copy files to them.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     key = actions.add_parser(
@@ -65,8 +65,8 @@ def add_to(commands: Commands) -> None:
     successor = actions.add_parser(
         "successor",
         help="replace the key with a new one",
-        description="Create a new key and sign that it replaces the old one. Devices learn it with "
-        "the next task or lease that the new key signs.",
+        description="Create a new key, and sign a statement that it replaces the old one. Devices "
+        "learn of it with the next task or lease that the new key signs.",
     )
     successor.add_argument("--key", type=Path, metavar="FILE", help="file of the old private key")
     successor.add_argument(

@@ -66,7 +66,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--scale",
         choices=SCALES,
-        help="size of the experiments: quick takes tens of minutes on two cores; full is the "
+        help="size of the experiments: quick takes about 10 minutes on two cores; full is the "
         "paper's size and takes days",
     )
     parser.add_argument(

@@ -89,8 +89,8 @@ def add_to(commands: Commands) -> None:
     tsa.add_argument(
         "--listen",
         metavar="ADDRESS",
-        help="address of the TSA: unix:/path/to/socket or tcp:127.0.0.1:PORT; of a gate: "
-        f"tls:HOST:PORT (default: {_TSA}; {_GATE})",
+        help="address to listen on; with tsa: unix:/path/to/socket or tcp:127.0.0.1:PORT "
+        f"(default: {_TSA}); with tsa-gate: tls:HOST:PORT (default: {_GATE})",
     )
     tsa.add_argument(
         "--tsa",

@@ -91,13 +91,13 @@ def add_to(actions: Commands) -> None:
     made.add_argument("folder", type=Path, metavar="FOLDER", help="new folder for the backup")
     restored = actions.add_parser(
         "restore",
-        help="replace the data of a cluster by a backup",
-        description="Show what restoring a backup would do; with --yes, do it. All servers must be "
-        "stopped. What happened after the backup is lost. A database and a prefix of a bucket must "
-        "be empty: name new ones in the configuration.",
+        help="replace the data of a cluster with a backup",
+        description="Show what restoring a backup would do; with --yes, do it. Stop all servers "
+        "first. What happened after the backup is lost. If the state is on PostgreSQL or the blobs "
+        "are in a bucket, name an empty database or an empty prefix in the configuration.",
     )
     restored.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the backup")
-    restored.add_argument("--yes", action="store_true", help="restore, and not only show the plan")
+    restored.add_argument("--yes", action="store_true", help="restore, instead of showing the plan")
     for action in (made, restored):
         place = action.add_mutually_exclusive_group()
         place.add_argument("--data", type=Path, metavar="DIR", help="data folder of the servers")

@@ -69,7 +69,7 @@ def add_to(commands: Commands) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     make = actions.add_parser(
         "make",
-        help="create the token of a device, or of many",
+        help="create a token for one device or for many",
         description="Create a token for one device and print it. With --count, create tokens for "
         "the devices ID-1, ID-2, ... and print each device with its token, separated by a tab. "
         'Servers accept them if their configuration has device_tokens = "signed".',

@@ -139,7 +139,7 @@ class LostRequests(Scenario):
 
 class ProxyPages(Scenario):
     name = "proxy-pages"
-    explains = "a proxy answers with its own page, 502 and also 200, which is not a message"
+    explains = "a proxy answers with a page of its own, with status 502 and with 200"
     rules = ("garbage", "repeat")
 
     async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:

@@ -442,7 +442,7 @@ class Bug(NamedTuple):
 
 BUGS: dict[str, Bug] = {
     "acknowledged-before-commit": Bug(
-        "the record of a buffer is called committed before it is written",
+        "the record of a buffer is reported as committed before it is written",
         ((StateTwin, "transact", _answer_before_commit),),
     ),
     "unknown-transaction-repeated": Bug(
@@ -462,7 +462,7 @@ BUGS: dict[str, Bug] = {
         ((Ledger, "has_consumed", _forget_consumed),),
     ),
     "settled-ignored": Bug(
-        "tickets are believed although the rows that tell whether they were used are deleted",
+        "tickets are accepted although the rows that tell whether they were used are deleted",
         ((Ledger, "void_below", property(_ignore_settled)),),
     ),
     "pinned-version-deleted": Bug(
@@ -603,7 +603,7 @@ BUGS: dict[str, Bug] = {
         ),
     ),
     "leader-not-logged": Bug(
-        "a coordinator does not log that it begins or ceases to lead",
+        "a coordinator does not log that it gains or loses leadership",
         ((LeaderEvents, "leadership", _tell_nothing),),
     ),
     "move-logged-twice": Bug(

@@ -1,7 +1,7 @@
 """`papaya task export` and `papaya task metrics`: a model or its history, for other tools.
 
 A model keeps the names of its tensors: as safetensors, or as a PyTorch state_dict if torch is
-installed. The history is CSV with times in ISO 8601 or JSON, or goes to a tracker of experiments
+installed. The history is CSV with times in ISO 8601 or JSON, or goes to an experiment tracker
 (`papaya/cli/task/trackers.py`). Unknown values are empty: the loss of a version without an
 evaluation, and under secure aggregation the results of the devices with the most data, because the
 server does not learn which those are.
@@ -79,7 +79,7 @@ def add_to(actions: Commands) -> None:
     bind(exporting, TaskExportOptions, run_export)
     metrics = actions.add_parser(
         "metrics",
-        help="write the history of a task as CSV or JSON, or to a tracker of experiments",
+        help="write the history of a task as CSV or JSON, or to an experiment tracker",
         description="Write one row for each version of a task: updates, staleness, loss, metrics. "
         "Each export to TensorBoard, MLflow or Weights & Biases is a run of its own.",
     )

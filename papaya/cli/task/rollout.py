@@ -97,12 +97,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metric",
         metavar="NAME",
-        help="what evaluations are judged by: loss, perplexity or a metric of the task",
+        help="value to compare between evaluations: loss, perplexity or a metric of the task",
     )
     parser.add_argument(
         "--lower-is-better",
         action="store_true",
-        help="smaller values of the metric are better; always so for loss and perplexity",
+        help="treat smaller values of the metric as better, as always with loss and perplexity",
     )
     parser.add_argument(
         "--tolerance",

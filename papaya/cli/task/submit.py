@@ -117,7 +117,9 @@ def add_to(actions: Commands) -> None:
         help="do not sign: only devices that have the same task file take part",
     )
     parser.add_argument(
-        "--replace", action="store_true", help="cancel the run of this task that is not over"
+        "--replace",
+        action="store_true",
+        help="cancel the current run of this task, if there is one",
     )
     add_reason(parser)
     add_connection(parser)
