@@ -47,7 +47,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "participation_gap_s": "Minimum time between two participations of one device. The "
         "device's `participation_floor_s` can only increase it.",
         "max_participations": "Maximum number of participations of one device. None: no limit.",
-        "keep_versions": "Number of newest versions to keep at least.",
+        "keep_versions": "Minimum number of newest versions to keep.",
         "commit_interval_s": "Minimum time between two commits of an open buffer.",
         "durability": "`commit`: an acknowledged update survives a crash. `step`: only versions "
         "do, as in the paper.",
@@ -59,8 +59,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "privacy": "Differential privacy: noise and its limits; see docs/privacy.md.",
         "staleness": "How stale updates are damped, see below. Signed; under secure aggregation "
         "devices apply it.",
-        "weighting": "What an update counts, see below. Signed; under secure aggregation devices "
-        "apply it.",
+        "weighting": "How much an update counts, see below. Signed; under secure aggregation "
+        "devices apply it.",
         "aggregation": "How the updates of a version are combined, see below.",
     },
     Privacy: {
@@ -79,13 +79,13 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "noise_multiplier": "Standard deviation of the noise, in clips.",
         "max_participations": "How often a device takes part. None: as often as in training.",
         "max_loss": "Larger mean losses of a device count as this; the noise grows with it.",
-        "max_examples": "A device with so many held-out examples or more has the full weight.",
+        "max_examples": "A device with this many held-out examples or more has the full weight.",
     },
     EvaluationTerms: {
         "noise_multiplier": "Standard deviation of the noise, in clips.",
         "max_participations": "How often a device takes part.",
         "max_loss": "Larger mean losses of a device count as this.",
-        "max_examples": "A device with so many held-out examples or more has the full weight.",
+        "max_examples": "A device with this many held-out examples or more has the full weight.",
     },
     StopRule: {
         "versions": "End at exactly this version.",
@@ -101,7 +101,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "below": "Reached at or below this value.",
     },
     MetricBounds: {
-        "name": "1 to 32 of a-z, 0-9 and `_`, starting with a letter.",
+        "name": "1 to 32 characters of a-z, 0-9 and `_`, starting with a letter.",
         "low": "The lower bound of a value. A batch whose mean is below it counts as this.",
         "high": "The upper bound of a value. A batch whose mean is above it counts as this.",
     },
@@ -137,11 +137,12 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "can still be restored. A folder keeps none.",
         "devices": "Address of the listener for devices, at a selector, and at an aggregator with "
         "`upload_url`.",
-        "admin": "Address of the listener for the admin API, `/metrics` and `/health`.",
+        "admin": "Address of the listener for the admin API, the dashboard, `/metrics`, `/health` "
+        "and `/live`.",
         "servers": "Address of the listener for other servers, when roles run in separate "
         "processes.",
-        "announce": "Address (host:port) at which other servers call this one: a name, or an "
-        "address behind which it listens. None: the address of `servers`.",
+        "announce": "Address (host:port) at which other servers reach this one, if it is not the "
+        "address on which it listens, for example a DNS name. None: the address of `servers`.",
         "upload_url": "URL, without a path, at which devices can reach the listener `devices` of "
         "this aggregator. Devices whose owners allow its host [upload "
         "there](run-on-many-machines.md#let-devices-upload-to-the-aggregators) instead of through "
@@ -170,7 +171,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "tsa_collateral": "JSON file of the vendor's collateral. You have to keep it fresh.",
         "tsa_leaf": "Index of the TSA binary's record in the public log.",
         "log": "Folder of the public log, served at `/v1/log/`. None: `log` in the data "
-        "folder, created when the child is started.",
+        "folder, created when the child TSA is started.",
         "fold_threads": "Number of worker threads of an aggregator, each with its own "
         "intermediate aggregate. None: one per core that the process may use, by its CPU "
         "affinity and the quota of its cgroup.",
@@ -233,8 +234,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "beta1": "Decay of the first moment.",
         "beta2": "Decay of the second moment of `fedadam` and `fedyogi`.",
         "epsilon": "Added to the divisor. None: 1e-8 for `fedadam`, 0.001 for the others.",
-        "averaged": "The last so many values of the model are averaged, not stepped: the "
-        "statistics of BatchNorm. The task file determines it.",
+        "averaged": "Number of values at the end of the model that are averaged instead of "
+        "stepped: the statistics of BatchNorm. The task file determines it.",
         "parameters": "Pairs of a name and a number that an extension gets.",
     },
     Staleness: {
@@ -272,8 +273,9 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "its manifest.",
         "manifest": "The digest of the signed manifest, in hex. The server sets it.",
         "frozen_file": "The key of the frozen tensors in the bundle. The server sets it.",
-        "upload_bits": "In how many bits devices upload a number of an update: 32, or 16 or 8 with "
-        "rounding at random; with secure aggregation 32 or 16. Other devices are not eligible.",
+        "upload_bits": "Number of bits in which devices upload each number of an update: 32, or 16 "
+        "or 8 with rounding at random; with secure aggregation 32 or 16. Only devices that can do "
+        "this are eligible.",
     },
     SecureAggregation: {
         "threshold": "Minimum number of clients whose sum may be revealed. None: K.",

@@ -32,7 +32,7 @@ def require_name(field: str, name: str, built_in: tuple[str, ...]) -> None:
         field,
         name,
         f"is not one of {', '.join(built_in)}, nor the name of an extension",
-        "the name of an extension has 1-64 of a-z, 0-9 and _, starting with a letter",
+        "the name of an extension has 1 to 64 characters of a-z, 0-9 and _, starting with a letter",
     )
 
 
@@ -50,7 +50,7 @@ def require_parameters(field: str, parameters: ExtensionParameters, *, is_built_
             f"{field}.parameters",
             (name, value),
             "must be pairs of a name and a finite number",
-            "names have 1-64 of a-z, 0-9 and _, starting with a letter",
+            "names have 1 to 64 characters of a-z, 0-9 and _, starting with a letter",
         )
     require(
         len(dict(parameters)) == len(parameters),
@@ -109,7 +109,7 @@ class Staleness(Settings, frozen=True):
 
 
 class Weighting(Settings, frozen=True):
-    """What an update counts before it is damped.
+    """How much an update counts before it is damped.
 
     `examples`: its examples, at most `max_examples`. `equal`: 1. `capped`: its examples, at most
     `cap`; the client may train on more.

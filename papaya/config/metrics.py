@@ -76,7 +76,7 @@ def check_metrics(metrics: Sequence[MetricBounds]) -> None:
 
 
 class MetricTarget(Settings, frozen=True, kw_only=True):
-    """A metric is good enough: at or above one value, or at or below one."""
+    """The value that a metric has to reach: at or above one value, or at or below one."""
 
     name: str
     above: float | None = None

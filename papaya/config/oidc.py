@@ -16,7 +16,7 @@ _PREFIX = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
 
 class OidcRole(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a value of the role claim allows. `prefixes`: for an owner, of its tasks' names."""
+    """What a value of the role claim allows. Only owners have `prefixes`."""
 
     role: Literal["viewer", "owner", "operator"]
     prefixes: tuple[str, ...] = ()

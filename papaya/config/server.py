@@ -93,7 +93,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def max_clock_difference_s(self) -> float:
-        """From which difference between their clocks on a leader refuses a server's reports."""
+        """A leader refuses the reports of a server whose clock differs by this much or more."""
         return 3 * self.heartbeat_s
 
     @property

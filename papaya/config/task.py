@@ -124,7 +124,7 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def upload_bits(self) -> UploadBits:
-        """Of a number of an update. Results of evaluations are whole numbers and stay exact."""
+        """Bits of each number of an update. Results of evaluations are whole and stay exact."""
         return 32 if self.evaluates is not None else self.requirements.upload_bits
 
     @property
@@ -162,7 +162,7 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def heaviest_examples(self) -> int:
-        """With so many examples, an update that is weighted by its examples has the full weight."""
+        """With this many examples, an update weighted by its examples has the full weight."""
         return self.weighting.cap or self.max_examples
 
     @property

@@ -58,7 +58,8 @@ def _check_size(task: TaskConfig) -> None:
         _TASK_ID.fullmatch(task.task) is not None,
         "task",
         task.task,
-        "invalid task id: use 1-64 of a-z, 0-9, '-' and '_', starting with a letter or a digit",
+        "invalid task id: use 1 to 64 characters of a-z, 0-9, '-' and '_', starting with a letter "
+        "or a digit",
         "rename the task, for example next-word-2",
     )
     for field, value in (
