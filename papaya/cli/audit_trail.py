@@ -222,7 +222,7 @@ def _checked(trail: AuditPage) -> AuditPage:
     number, digest = verify(trail.rows, start.number, start.digest)
     if (number, digest) != (trail.head.number, trail.head.digest):
         raise AuditError(
-            f"the audit trail ends with row {number}, but its head is another row "
+            f"the last row of the audit trail, row {number}, does not match its head, row "
             f"{trail.head.number}: the last rows were changed or removed",
             hint="compare with an earlier export: papaya audit-trail check FILE",
         )

@@ -144,7 +144,7 @@ def run_restore(options: RestoreOptions) -> int:
         elsewhere = _open(stack, deployment, may_create=True, cluster=cluster)
         before = backup.restore(plan, now, **elsewhere)
     if before is not None:
-        note(f"the data that were replaced are in {before}; delete them when all is well")
+        note(f"the data that were replaced are in {before}; delete them when everything works")
     return 0
 
 

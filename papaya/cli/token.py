@@ -31,7 +31,7 @@ from papaya.server.auth import SignedTokens
 _DEFAULT_DATA = Path("papaya-data")
 _REVOCATIONS = "/admin/revocations"
 _PURPOSES: dict[SecretName, str] = {
-    "admin.token": "opens the admin API",
+    "admin.token": "gives access to the admin API",
     "server.token": "authenticates servers to each other",
     "device.token": 'authenticates devices, if device_tokens = "shared"',
     "device.key": 'signs device tokens, if device_tokens = "signed"',

@@ -173,7 +173,9 @@ def _restrict_system_calls() -> None:
     set_filter = (_SECCOMP_SET_MODE_FILTER, _SECCOMP_ALL_THREADS)
     result = _check(_LIBC.syscall(_SECCOMP, *set_filter, ctypes.c_char_p(program)), "seccomp")
     if result != 0:
-        raise OSError(errno.EBUSY, f"cannot confine this process: seccomp: thread {result} resists")
+        raise OSError(
+            errno.EBUSY, f"cannot confine this process: seccomp failed in thread {result}"
+        )
 
 
 def _filter(pid: int) -> list[bytes]:

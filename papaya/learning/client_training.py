@@ -23,7 +23,7 @@ _LOWER = "lower client.rate, or scale the loss"
 def used_examples(examples: Sequence[bytes], client: ClientSGD) -> Sequence[bytes]:
     """The first `max_examples`: which those are is decided by the example query."""
     if not examples:
-        raise OperatorError("there are no examples", hint="fill the example store")
+        raise OperatorError("there are no examples", hint="add examples to the example store")
     return examples[: client.max_examples]
 
 

@@ -74,10 +74,10 @@ class NodeNames:
                 await loop.getaddrinfo(*address("coordinators", name))
             except OSError as error:
                 missing.append(name)
-                logger.warning("coordinators: %s has no address: %s", name, error)
+                logger.warning("coordinators: cannot resolve %s: %s", name, error)
         if missing and len(missing) == len(names):
             raise OperatorError(
-                f"coordinators: {', '.join(missing)} has no address",
+                f"coordinators: cannot resolve {', '.join(missing)}",
                 hint=f"check the name and the DNS: getent hosts {missing[0].rpartition(':')[0]}",
             )
 

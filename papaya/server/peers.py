@@ -184,7 +184,7 @@ class Peers:
         elif isinstance(cause, PermissionError):
             why = str(cause)
         elif isinstance(cause, socket.gaierror):
-            why = f"its name has no address: {cause.strerror} (hint: check the name and the DNS)"
+            why = f"cannot resolve its name: {cause.strerror} (hint: check the name and the DNS)"
         else:
             logger.info("%s cannot be reached: %s", to, error)
             return

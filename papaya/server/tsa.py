@@ -268,7 +268,7 @@ class TsaConnection:
         if self._deployment.coordinators:
             logger.warning(
                 "the TSA is a child process, which ends with the last aggregator on %s that uses "
-                "it, and open buffers are lost with it (hint: with separate roles run it apart: "
+                "it, and open buffers are lost with it (hint: run the TSA as a process of its own: "
                 "papaya serve tsa --listen unix:/path/to/socket, and set tsa to this address)",
                 self._data,
             )

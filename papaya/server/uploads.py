@@ -204,7 +204,7 @@ def parse_offer(exchange: Exchange) -> tuple[ChunkOffer, int]:
     upload, index = captured["upload"], captured["index"]
     crc32 = headers.get(CRC32_HEADER, "")
     if _UPLOAD_ID.fullmatch(upload) is None:
-        raise ProtocolError("an upload id is 1-64 of A-Z, a-z, 0-9, '-' and '_'")
+        raise ProtocolError("an upload id has 1 to 64 characters of A-Z, a-z, 0-9, '-' and '_'")
     if _INDEX.fullmatch(index) is None or int(index) >= MAX_CHUNKS:
         raise ProtocolError(f"chunks are numbered from 0 to {MAX_CHUNKS - 1}")
     if _CRC32.fullmatch(crc32) is None:

@@ -114,7 +114,7 @@ class Webhook:
                     break  # permanent: a retry would get the same answer
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)
-        logger.warning("the webhook at %s did not take an event: %s", self.host, problem)
+        logger.warning("the webhook at %s did not accept an event: %s", self.host, problem)
 
     def _post(self, body: bytes, delivery: str) -> int:
         host, port = self._url.hostname or "", self._url.port

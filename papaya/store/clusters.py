@@ -33,7 +33,7 @@ def open_state(url: str | None, data: Path, name: str) -> SqliteState | Postgres
     else:
         if state_file(data).exists():  # also if it was copied: a backup would copy the old state
             raise OperatorError(
-                f"{state_file(data)} is there, and state names a database",
+                f"{state_file(data)} exists, but state names a database",
                 hint=f"copy it with papaya store migrate {data} URL, unless that has been done; "
                 "then move it away",
             )

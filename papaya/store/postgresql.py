@@ -226,7 +226,7 @@ class PostgresState:
         if end.statusmessage != "COMMIT" or session.warnings:
             said = "; ".join(session.warnings) or end.statusmessage
             raise OperatorError(
-                f"PostgreSQL did not commit as it should: {said}",
+                f"PostgreSQL did not complete a commit: {said}",
                 hint="check the synchronous standby; nothing is lost, the rows are read again",
             )
         session.commits += 1

@@ -254,7 +254,7 @@ class DatabaseSession:
         [[pid]] = self.connection.execute("SELECT pg_backend_pid()").fetchall()
         if pid != self.backend_pid:
             raise OperatorError(
-                "a connection pooler stands before PostgreSQL: session locks do not hold",
+                "a connection pooler is in front of PostgreSQL: session locks do not work",
                 hint="connect to the server itself; each process needs one connection only",
             )
         self.connection.execute(_SET_KNOWN, (list(_SETTINGS), list(_SETTINGS.values())))

@@ -126,15 +126,19 @@ async def add(service: AdminService, new: NewAccount, attempt: Attempt) -> Added
         if _NAME.fullmatch(given) is None:
             raise OperatorError(
                 f"invalid {what}: {given[:40]!r}",
-                hint="use 1 to 32 of a-z, 0-9, _ and -, beginning with a letter or a digit",
+                hint="use 1 to 32 characters of a-z, 0-9, _ and -, starting with a letter or digit",
             )
     if new.name == ADMIN.name:
         raise Conflict(f"{new.name} is the name of the token in admin.token", hint="use another")
-    if (new.role == "owner") != bool(new.prefixes):
+    if new.role == "owner" and not new.prefixes:
         raise OperatorError(
-            f"role {new.role} with prefixes {', '.join(new.prefixes) or 'none'}",
-            hint="an owner needs a prefix of its tasks' names, for example --prefix vision-; "
-            "other roles have none",
+            "an owner needs at least one prefix of the names of its tasks",
+            hint="add one, for example --prefix vision-",
+        )
+    if new.role != "owner" and new.prefixes:
+        raise OperatorError(
+            f"role {new.role} cannot have prefixes: {', '.join(new.prefixes)}",
+            hint="leave --prefix out, or use --role owner",
         )
     token = f"papaya-account.{new.name}.{secrets.token_urlsafe(32)}"
     now, key = service.now(), account_key(new.name)

@@ -133,8 +133,8 @@ def _nothing_to_train_on(name: str, held_out: int) -> OperatorError:
     return OperatorError(
         f"{name}: all examples of the {plural(held_out, 'client')} are held out, so none is left "
         "to train on",
-        hint="the content of an example decides on which side it is, a fifth of them is held out, "
-        "and equal examples are on the same side: use more and different examples",
+        hint="a hash of its content decides whether an example is held out, as a fifth of them "
+        "are, and equal examples have the same hash: use more and different examples",
     )
 
 

@@ -337,8 +337,8 @@ def judges(source: Source, seed: int, most: int = MOST_JUDGES) -> Clients:
     able = np.array([c for c in range(len(source.volumes)) if source.held_out(c)], np.int64)
     if not len(able):
         raise OperatorError(
-            f"{source.name}: no client has a held-out example",
-            hint="a tenth of all examples are held out: use a larger data set",
+            f"{source.name}: no client has an example for validation",
+            hint="a tenth of all examples are for validation: use a larger data set",
         )
     order = np.argsort(splitmix64_words(np.uint64(_JUDGE + seed), able.astype(np.uint64)))
     chosen: Ints = np.sort(able[order[:most]])

@@ -200,7 +200,7 @@ def test_aggregators_with_one_folder_share_a_child_and_the_last_one_ends_it(
     second.close()
     assert child.wait(PATIENCE_S) is not None
     assert not (tmp_path / "tsa-child.pid").exists()
-    assert len(logged(caplog, "hint: with separate roles run it apart: papaya serve tsa")) == 2
+    assert len(logged(caplog, "hint: run the TSA as a process of its own: papaya serve tsa")) == 2
 
 
 def test_an_aggregator_of_0_4_does_not_end_the_child_that_a_newer_one_uses(tmp_path: Path) -> None:

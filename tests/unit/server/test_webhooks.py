@@ -111,7 +111,7 @@ def test_it_gives_up_and_names_only_the_host(
     with caplog.at_level(logging.WARNING):
         deliver(receiver, lambda hook: bool(caplog.records), HALTED)
     assert len(receiver.requests) == attempts
-    assert f"did not take an event: status {status}" in caplog.text
+    assert f"did not accept an event: status {status}" in caplog.text
     assert "s3cret" not in caplog.text
 
 
@@ -164,7 +164,7 @@ def test_a_host_that_cannot_exist_does_not_end_the_sender(
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())
-    assert "did not take an event: UnicodeError" in caplog.text
+    assert "did not accept an event: UnicodeError" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -425,7 +425,7 @@ def test_state_that_is_still_in_the_folder_is_refused(
         open_state(None, tmp_path, "node").close()
     else:
         SqliteState(tmp_path / "state.db").close()
-    with pytest.raises(OperatorError, match=r"state\.db is there, and state names") as caught:
+    with pytest.raises(OperatorError, match=r"state\.db exists, but state names") as caught:
         open_state(url, tmp_path, "node")
     assert "papaya store migrate" in caught.value.hint
     assert "move it away" in caught.value.hint

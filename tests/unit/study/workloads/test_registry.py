@@ -201,5 +201,5 @@ def test_judges_are_a_sample_by_the_seed_of_those_who_can_judge() -> None:
 
 def test_without_held_out_examples_there_is_no_judge() -> None:
     source = Memory("few", [[b"1"]])
-    with pytest.raises(OperatorError, match="no client has a held-out example"):
+    with pytest.raises(OperatorError, match="no client has an example for validation"):
         judges(source, seed=1)
