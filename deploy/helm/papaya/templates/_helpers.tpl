@@ -9,7 +9,7 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .role }}
 {{- end }}
 
-{{/* The name at which others call a pod of this role. */}}
+{{/* The name at which other servers reach a pod of this role. */}}
 {{- define "papaya.domain" -}}
 {{ .root.Release.Name }}-{{ .role }}.{{ .root.Release.Namespace }}.svc
 {{- end }}
@@ -29,9 +29,9 @@ capabilities: { drop: [ALL] }
 {{- end }}
 
 {{/*
-A process that does not answer /live is dead, and is restarted. One that answers /health with 503 is
-alive but makes no progress, for example because the database is away: it is taken out of service,
-and a restart would not help.
+A process that does not answer /live is restarted. A process that answers /health with 503 runs but
+makes no progress, for example because the database is unavailable. It is taken out of service and
+not restarted, because a restart would not help.
 */}}
 {{- define "papaya.probes" -}}
 {{- $scheme := ternary "HTTPS" "HTTP" (ne .Values.secrets.tls "") -}}
