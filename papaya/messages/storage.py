@@ -449,7 +449,7 @@ class ShareRow(Row, frozen=True):
 
 
 class EventRow(Row, frozen=True):
-    """An event of a server, for the time line (docs/adr/0084).
+    """An event of a server, for the timeline (docs/adr/0084).
 
     `node`: the machine that told it, or the process if none did. `fields`: as JSON.
     """

@@ -3,7 +3,7 @@ restart (docs/adr/0084).
 
     log(event) ──▶ waiting (bounded) ──▶ one transaction every two seconds ──▶ rows `event/…`
 
-Only events that a time line needs are kept: no versions, no changes by people (the audit trail has
+Only events that a timeline needs are kept: no versions, no changes by people (the audit trail has
 them), no evaluation without trouble, and of equal events the first ten within a minute.
 Coordinators delete the oldest rows. If the state store is away, events wait for it with the times
 at which they happened. A process that is killed loses those of its last two seconds; its log has

@@ -45,7 +45,7 @@ _MAX_TEXT = 16_384
 logger = logging.getLogger("papaya")
 
 
-# Told of every event, whatever the level of the log: webhooks, and the rows of the time line.
+# Told of every event, whatever the level of the log: webhooks, and the rows of the timeline.
 listeners: list[Callable[[ServerEvent, str], None]] = []
 
 

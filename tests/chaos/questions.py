@@ -4,7 +4,7 @@
     Who leads now, since which epoch?    How many buffers were dropped?
     When was the database away?
 
-What servers told is the time line of the dashboard, or their logs. The same rules read both.
+What servers told is the timeline of the dashboard, or their logs. The same rules read both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Told(NamedTuple):
 
 
 def from_dashboard(events: Iterable[Any]) -> list[Told]:
-    """The answer of `/admin/events`, which the time line shows."""
+    """The answer of `/admin/events`, which the timeline shows."""
     return [Told(e["at"], e["node"], e["event"], e["fields"]) for e in events]
 
 

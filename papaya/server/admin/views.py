@@ -172,7 +172,7 @@ class SetQuota(QuotaLimits, frozen=True):
 
 
 class NewAccount(Struct, frozen=True):
-    """`prefixes`: for an owner, those of the names of its tasks. `days`: None means for ever."""
+    """`prefixes`: for an owner, those of the names of its tasks. `days`: None means forever."""
 
     name: AccountName
     role: AccountRole

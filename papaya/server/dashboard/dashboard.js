@@ -202,7 +202,7 @@ function fleet(status, events) {
 // Placements, failovers and trouble, as the servers told them. The newest come first.
 function timeLine(events) {
   return [
-    h("h2", {}, "Time line"),
+    h("h2", {}, "Timeline"),
     events.length ? table("Placements, failovers and problems at all servers, newest first; up to two seconds late", [{ name: "Time" }, { name: "Event" }, { name: "Details" }],
       events.slice(-MOST_CHANGES).reverse().map((one) => [date(one.at), `${{ warning: "▲ ", error: "✕ " }[one.level] ?? ""}${one.event.replaceAll("_", " ")}`, details(one)]))
       : h("p", { class: "quiet" }, "There are no placements, failovers or problems yet."),
