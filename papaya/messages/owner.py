@@ -269,7 +269,7 @@ def mark(task: TaskId, row: VersionRow, marked: bool) -> Transaction:
     if row.restarts and not marked:
         raise OperatorError(
             f"version {row.version} of task {task} must stay protected: it records a rollback",
-            hint="it is needed to recognise updates from before the rollback",
+            hint="it is needed to recognize updates from before the rollback",
         )
     key = version_key(task, row.version)
     return Transaction(require=((key, row),), put=((key, structs.replace(row, marked=marked)),))
