@@ -149,9 +149,9 @@ privacy, whose noise hides one update in a sum.
 {StopRule}
 #### `target_metric`: `MetricTarget`
 
-Exactly one of `above` and `below` is given.
-
 {MetricTarget}
+Give exactly one of `above` and `below`.
+
 ### `evaluation`: `EvaluationPlan`
 
 {EvaluationPlan}
