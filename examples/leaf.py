@@ -1,8 +1,8 @@
-"""A task for data in LEAF's format: two numbers, and which of two kinds they are of.
+"""A task for data in LEAF's format: two numbers, and to which of two kinds they belong.
 
     papaya simulate examples/leaf.py --data leaf:FOLDER
 
-An example is the bytes {"x":…,"y":…}, both values as they stand in the file.
+An example is the bytes {"x":…,"y":…}, both values as in the file.
 """
 
 import json
@@ -16,7 +16,7 @@ from papaya.learning.task import AsyncFL, ClientSGD, Examples, OptimizerConfig, 
 
 def to_tensors(examples: list[bytes]) -> tuple[Tensor, Tensor]:
     pairs = [json.loads(example) for example in examples]
-    # torch makes integers of integers, and a file may have 1 where it means 1.0.
+    # torch makes integer tensors from integers, and a file may have 1 instead of 1.0.
     inputs = torch.tensor([[float(number) for number in pair["x"]] for pair in pairs])
     kinds = torch.tensor([float(pair["y"]) for pair in pairs])  # for cross_entropy: int(…)
     return inputs, kinds
