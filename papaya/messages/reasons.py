@@ -23,7 +23,7 @@ from papaya.messages.selection import Lack
 _LEAVE_REASONS: Final = frozenset(get_args(LeaveReason))
 _ENDINGS: Final = {
     "counted": "counted",
-    "left_stopped": "the device was stopped or is no longer idle",
+    "left_stopped": "the device was stopped or is no longer eligible",
     "left_timed_out": "the device ran out of time",
     "left_no_parameters": "the device could not download the parameters",
     "left_no_program": "the device has no program for this task",
