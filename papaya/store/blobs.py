@@ -38,7 +38,7 @@ _task_form = re.compile(_TASK)
 _key_form = re.compile(f"{_TASK}/{_SEQ}/{_NAME}")
 # What devices download. Sums and optimizer states are for servers only.
 PUBLIC_KEY = re.compile(
-    f"{_TASK}/{_SEQ}/(?:version|bundle|program)-[0-9]{{1,18}}-(?P<hash>[0-9a-f]{{32}})"
+    f"{_TASK}/{_SEQ}/(?:version|bundle|program|frozen)-[0-9]{{1,18}}-(?P<hash>[0-9a-f]{{32}})"
 )
 _INCOMING = ".incoming-"
 _QUOTED = 100

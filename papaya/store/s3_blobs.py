@@ -1,7 +1,8 @@
 """The blob store in a bucket of S3 or a compatible store, with obstore (docs/adr/0049).
 
     <prefix>/cluster                     the id of the cluster that owns the prefix
-    <prefix>/public/<task>/<seq>/<name>  what devices download: versions, bundles, programs
+    <prefix>/public/<task>/<seq>/<name>  what devices download: versions, bundles, programs,
+                                         frozen tensors
     <prefix>/private/<task>/<seq>/<name> sums and optimizer states, never under a public URL
     <prefix>/deleted/<task>/<seq>/<name> a marker: this blob was deleted at the marker's time
     <prefix>/log/<path>                  files of the public log of TSA binaries

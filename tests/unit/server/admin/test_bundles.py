@@ -12,9 +12,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
 
+from papaya.bundle import archive
 from papaya.bundle.errors import BundleError
 from papaya.bundle.head import BundleHead
-from papaya.bundle.manifest import Participation, SecureTerms, TaskManifest, run_id
+from papaya.bundle.manifest import BlobRef, Participation, SecureTerms, TaskManifest, run_id
 from papaya.bundle.owner import SignedStatement
 from papaya.cli.task.diff import differences
 from papaya.config import (
@@ -31,8 +32,12 @@ from papaya.server.admin import bundles, submissions
 from papaya.server.admin.accounts import ADMIN
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.views import Evaluate, NewTask, Revision, TaskView
+from papaya.server.auth import DeviceAuth, OpenDoor
 from tests.unit.bundle.builders import ARCHIVE, KEY, NOW, STRANGER, a_lease, a_manifest
+from tests.unit.device.bundle_server import FROZEN
+from tests.unit.http.loopback import a_client, a_request
 from tests.unit.server.admin.builders import BY, System, a_system, encoded
+from tests.unit.server.test_device_api import a_door
 
 LAYOUT = (("embed.weight", (2, 2)), ("out.bias", (2,)))
 
@@ -86,6 +91,18 @@ async def submit(
     return await submissions.submit(system.service, ADMIN, new, BY)
 
 
+async def submit_with_frozen(system: System) -> TaskView:
+    """A task whose frozen tensors are in a file of their own."""
+    manifest = signed_manifest(frozen_file=BlobRef(archive.digest(FROZEN), len(FROZEN)))
+    config = settings(manifest)
+    stored = await submissions.store_parameters(system.service, config.task, 6, encoded(config))
+    frozen = await bundles.store_frozen(system.service, config.task, FROZEN)
+    head = BundleHead.decode(await head_of(system, manifest))
+    bundle = structs.replace(head, frozen_file=frozen.parameters).encode()
+    new = NewTask(config, stored.parameters, LAYOUT, bundle)
+    return await submissions.submit(system.service, ADMIN, new, BY)
+
+
 def test_a_signed_task_names_its_bundle_and_its_owner(tmp_path: Path) -> None:
     async def test(system: System) -> None:
         manifest = signed_manifest()
@@ -100,6 +117,21 @@ def test_a_signed_task_names_its_bundle_and_its_owner(tmp_path: Path) -> None:
         assert TaskManifest.verify(head.manifest) == manifest
         assert needs.manifest == manifest.digest
         assert (await bundles.newest(system.service, "digits")).bundle == head.encode()
+
+    run(tmp_path, test)
+
+
+def test_devices_can_download_every_blob_of_a_bundle(tmp_path: Path) -> None:
+    async def test(system: System) -> None:
+        await submit_with_frozen(system)
+        needs = (await system.service.task("digits")).config.requirements
+        assert len(needs.blobs) == 3
+        door = a_door(tmp_path / "blobs", DeviceAuth(OpenDoor()))
+        async with door as building, a_client(building.port) as client:
+            for key in needs.blobs:
+                client.send(a_request("GET", f"/v1/parameters/{key}"))
+                response = await client.response()
+                assert (response.status, response.body) == (200, system.blobs.get(key)), key
 
     run(tmp_path, test)
 
