@@ -23,8 +23,10 @@ import msgspec
 
 from papaya.cli.output import FormatOptions, add_format, printable
 from papaya.cli.profiles import PROFILE_VARIABLE, load
+from papaya.config.checks import as_written
 from papaya.credentials.tls import explain
 from papaya.errors import OperatorError
+from papaya.server.admin.views import BeginRollout, NewTask, Revision
 
 DEFAULT_URL = "http://127.0.0.1:8751"
 DEFAULT_TOKEN_FILE = Path("papaya-data/admin.token")
@@ -167,7 +169,7 @@ class AdminClient:
         return self._decode(self._ask("GET", path)[0], kind)
 
     def post(self, path: str, body: object, kind: type[T]) -> T:
-        return self._decode(self._ask("POST", path, msgspec.json.encode(body))[0], kind)
+        return self._decode(self._ask("POST", path, _encoded(body))[0], kind)
 
     def put(self, path: str, data: bytes, kind: type[T]) -> T:
         return self._decode(self._ask("PUT", path, data)[0], kind)
@@ -241,6 +243,15 @@ class AdminClient:
                 f"{self.url} did not answer like an admin API of this version: {error}",
                 hint="check the address: `papaya serve` prints that of its admin API",
             ) from error
+
+
+def _encoded(body: object) -> bytes:
+    """The body of a request. Settings that have their default values are left out: a server of the
+    last release may not know them, and refuses what it does not know.
+    """
+    if isinstance(body, NewTask | Revision | BeginRollout):
+        body = msgspec.to_builtins(body) | {"config": as_written(body.config)}
+    return msgspec.json.encode(body)
 
 
 def _on_one_line(value: object) -> object:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, SupportsFloat, get_args, get_type_hints
 
-from msgspec import Struct, StructMeta, structs
+from msgspec import Struct, StructMeta, structs, to_builtins
 
 from papaya.errors import ConfigError
 
@@ -107,6 +107,25 @@ class _SettingsMeta(StructMeta):
 
 class Settings(Struct, frozen=True, metaclass=_SettingsMeta):
     """The base of settings that people write in Python."""
+
+
+def as_written(settings: Struct) -> dict[str, object]:
+    """The settings without those that have their default values, as a person would write them.
+
+    For a server of the last release: it refuses a field that it does not know, also if the value
+    changes nothing.
+    """
+    config = settings.__struct_config__
+    found: dict[str, object] = {}
+    if config.tag_field is not None:
+        found[config.tag_field] = config.tag
+    values = structs.asdict(settings)
+    for field in structs.fields(settings):
+        value = values[field.name]
+        if field.required or value != field.default:
+            is_group = isinstance(value, Struct)
+            found[field.encode_name] = as_written(value) if is_group else to_builtins(value)
+    return found
 
 
 def require_known_fields(written: object, read: object, place: str = "") -> None:

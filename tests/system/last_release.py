@@ -23,17 +23,23 @@ class LastRelease:
     """Its version, and the folder of packages in which it is installed."""
 
     def __init__(self, folder: Path) -> None:
-        commit, self.version = _find()
         source, wheels, self.packages = (folder / name for name in ("source", "wheels", "packages"))
-        source.mkdir(parents=True)
-        archive = _run("git", "archive", commit, "papaya", "pyproject.toml", "README.md", "LICENSE")
-        subprocess.run(["tar", "-x", "-C", str(source)], input=archive, check=True)
+        self.version = unpack_last_release(source)
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
         build = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels))
         _run(*pip, *build, str(source))
         (wheel,) = wheels.glob("papaya_fl-*.whl")
         install = ("install", "--no-deps", "--no-index", "--no-compile", "--target")
         _run(*pip, *install, str(self.packages), str(wheel))
+
+
+def unpack_last_release(folder: Path) -> str:
+    """Its source, which a process can use as a folder of packages. Returns its version."""
+    commit, version = _find()
+    folder.mkdir(parents=True)
+    archive = _run("git", "archive", commit, "papaya", "pyproject.toml", "README.md", "LICENSE")
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
+    return version
 
 
 def _find() -> tuple[str, str]:

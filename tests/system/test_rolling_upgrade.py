@@ -8,19 +8,21 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import papaya
-from papaya.config import TaskConfig
+from papaya.config import AsyncFL, StopRule, TaskConfig
 from tests.postgresql import postgres
 from tests.system.fleet import Book, fleet, some_across_failures
-from tests.system.last_release import LastRelease
+from tests.system.last_release import LastRelease, unpack_last_release
 from tests.system.oracle import Books
-from tests.system.processes import Installation, ServerProcess
+from tests.system.processes import Installation, ServerProcess, run_to_the_end
 from tests.system.test_postgresql import migrate
 from tests.system.test_roles_apart import CONFIG, Apart
 from tests.system.test_secure import CONFIG as MASKED
 from tests.system.test_secure import SecureBooks, terms_of, trust, trusted_process
+from tests.system.test_signed_tasks import SignedWorld
 
 _STEP_S = 240.0
 _GOAL = CONFIG.aggregation_goal
@@ -83,6 +85,34 @@ def test_a_secure_task_goes_on_with_a_tsa_of_the_next_version(tmp_path: Path) ->
         books = SecureBooks(installation.data, MASKED.task)
         _check(books, book, apart)
         assert books.dropped == []
+
+
+def test_commands_submit_and_change_tasks_at_a_server_of_the_last_release(tmp_path: Path) -> None:
+    """It refuses settings that it does not know, so those with their defaults are not sent."""
+    version = unpack_last_release(tmp_path / "last-release")
+    with Installation(tmp_path) as installation:
+        server = installation.add().start(tmp_path / "last-release")
+        assert _version_of(server) == version
+        world = SignedWorld(tmp_path, server, installation)
+        run = world.task("submit", str(world.program))["task"]
+        world.task("update", "opened", "--set", "stop.versions=500", "--set", "client.rate=0.02")
+        world.task("renew", "opened")
+        refused = world.refused("update", "opened", "--set", "stop.training_hours=2")
+        assert "unknown field `training_hours`" in refused
+        shown = run_to_the_end("task", "show", run, *world.place, "--format", "json")
+        assert shown.returncode == 0, shown.stderr
+        # It has the same defaults, so leaving them out changes nothing.
+        stored = world.admin.get(f"/admin/tasks/{run}")["config"]
+        received = msgspec.convert(stored, TaskConfig)
+        assert received == TaskConfig(
+            task=run,
+            concurrency=12,
+            model_length=2,
+            regime=AsyncFL(aggregation_goal=6),
+            participation_gap_s=0.0,
+            stop=StopRule(versions=500),
+            requirements=received.requirements,  # which the server has completed
+        )
 
 
 def _over_an_upgrade(

@@ -94,10 +94,14 @@ class SignedWorld:
         """A command of the owner; its answer."""
         return json.loads(self._run(*self._owned(*arguments), "--format", "json"))
 
+    @property
+    def place(self) -> tuple[str, ...]:
+        """The options for the server of this world."""
+        url = f"http://{self._server.addresses['admin']}"
+        return ("--admin", url, "--token-file", str(self._token))
+
     def _owned(self, *arguments: str) -> tuple[str, ...]:
-        place = ("--admin", f"http://{self._server.addresses['admin']}")
-        signed = ("--owner", str(self.key), "--token-file", str(self._token))
-        return ("task", *arguments, *place, *signed)
+        return ("task", *arguments, *self.place, "--owner", str(self.key))
 
     def refused(self, *arguments: str) -> str:
         """A command of the owner that fails; its message."""

@@ -24,7 +24,8 @@ from papaya.config import (
     SyncFL,
     TaskConfig,
 )
-from papaya.config.checks import require_known_fields
+from papaya.config.checks import as_written, require_known_fields
+from papaya.config.metrics import MetricBounds
 from papaya.errors import ConfigError
 from papaya.learning.definition import ClientSGD, Task
 
@@ -411,6 +412,33 @@ def test_a_misspelt_field_is_not_ignored_and_a_configuration_never_changes(kind:
         require_known_fields(misspelt, msgspec.to_builtins(msgspec.convert(misspelt, kind)))
     with pytest.raises(AttributeError, match="immutable"):
         setattr(good, kind.__struct_fields__[0], 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "written"),
+    [
+        ({}, {}),
+        ({"clip": None, "stop": StopRule(training_hours=None)}, {}),
+        ({"stop": StopRule(hours=2.0)}, {"stop": {"hours": 2.0}}),
+        ({"regime": SyncFL()}, {"regime": {"type": "sync"}}),
+        (
+            {"metrics": (MetricBounds("a"),)},
+            {"metrics": ({"name": "a", "low": 0.0, "high": 1.0},)},
+        ),
+        (
+            {"clip": 1.0, "secure_aggregation": SecureAggregation()},
+            {"clip": 1.0, "secure_aggregation": {}},
+        ),
+    ],
+)
+def test_settings_are_written_without_those_that_have_their_defaults(
+    changes: dict[str, Any], written: dict[str, object]
+) -> None:
+    config = a_config(**changes)
+    found = as_written(config)
+    required = {"task": "next-word", "concurrency": 1300, "model_length": 1000}
+    assert found == required | written
+    assert msgspec.convert(found, TaskConfig) == config
 
 
 def test_a_misspelt_field_in_a_list_is_not_ignored() -> None:
