@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from msgspec import structs
 
+from papaya.config import TaskConfig
 from papaya.errors import MissingBlob, OperatorError
 from papaya.messages import owner, wire
 from papaya.messages.base import BlobKey, TaskId
@@ -44,6 +45,7 @@ from papaya.messages.storage import (
     LeaderRow,
     OptimizerRow,
     RecordRow,
+    RolloutRow,
     Row,
     TaskRow,
     TicketKeyRow,
@@ -51,6 +53,8 @@ from papaya.messages.storage import (
     blobs_of,
     fence_key,
     optimizer_key,
+    rollout_key,
+    task_key,
     ticket_key_key,
     version_key,
 )
@@ -405,16 +409,33 @@ class _NewGeneration:
     def _continue(self, row: TaskRow, newest: VersionRow, optimizer: OptimizerRow) -> None:
         config, task = row.config, row.config.task
         head = self._next[f"version/{task}"]
-        if (last := config.stop.versions) is not None:
-            stop = structs.replace(config.stop, versions=last + head - newest.version)
-            row = structs.replace(row, config=structs.replace(config, stop=stop))
-            self.rows[f"task/{task}"] = row
+        later, candidate = head - newest.version, row.candidate
+        if candidate is not None:
+            candidate = structs.replace(candidate, config=_stops_later(candidate.config, later))
+        config = _stops_later(config, later)
+        self.rows[task_key(task)] = structs.replace(row, config=config, candidate=candidate)
+        rollout = self.rows.get(rollout_key(task))
+        if isinstance(rollout, RolloutRow):
+            # One of these replaces the settings of the task when the rollout ends.
+            self.rows[rollout_key(task)] = structs.replace(
+                rollout,
+                candidate=_stops_later(rollout.candidate, later),
+                fallback_config=_stops_later(rollout.fallback_config, later),
+            )
         seq = self._next[fence_key(task)]
         self.rows[version_key(task, head)] = VersionRow(
             head, newest.parameters, seq, self._now, marked=True, restarts=True
         )
         self.rows[optimizer_key(task)] = OptimizerRow(head, optimizer.state, settled=head)
         self.continued.append((task, newest.version, head))
+
+
+def _stops_later(config: TaskConfig, versions: int) -> TaskConfig:
+    """The settings with a last version that is so much higher, if they have one."""
+    last = config.stop.versions
+    if last is None:
+        return config
+    return structs.replace(config, stop=structs.replace(config.stop, versions=last + versions))
 
 
 def _numbers(rows: RowTable) -> dict[str, int]:

@@ -8,18 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from papaya.aggregator.shards import initial_blobs
-from papaya.config import TaskConfig
+from papaya.config import StopRule, TaskConfig
 from papaya.errors import OperatorError
 from papaya.messages.base import BlobKey
 from papaya.messages.storage import (
     BootRow,
+    Candidate,
     EpochRow,
     FenceRow,
     LeaderRow,
     OptimizerRow,
     RecordRow,
+    RolloutRow,
     TaskRow,
     TicketKeyRow,
     Transaction,
@@ -27,6 +30,7 @@ from papaya.messages.storage import (
     fence_key,
     optimizer_key,
     record_key,
+    rollout_key,
     submission,
     task_key,
     ticket_key_key,
@@ -39,6 +43,7 @@ from papaya.store.clusters import open_state
 from papaya.store.postgresql import PostgresState
 from papaya.store.state import SqliteState
 from tests.postgresql import postgres
+from tests.unit.messages.test_rollout import a_rollout
 
 KEY, NOW = b"k" * 32, 1000.0
 
@@ -98,6 +103,30 @@ def test_every_number_of_a_restored_cluster_is_new(data: Data, tmp_path: Path) -
         TicketKeyRow(KEY, NOW)
     ]
     assert record_key("task", 1) not in plan.rows
+
+
+def test_a_task_makes_as_many_versions_as_before_however_its_rollout_ends(
+    data: Data, tmp_path: Path
+) -> None:
+    """A restored task has higher version numbers. When a rollout ends, it stops at the last version
+    of the candidate or of the settings from before.
+    """
+    now = structs.replace(data.config, stop=StopRule(versions=20))
+    candidate = structs.replace(now, stop=StopRule(versions=30))
+    rollout = structs.replace(a_rollout(), candidate=candidate, fallback_config=now)
+    data.put(task_key("task"), TaskRow(now, candidate=Candidate(candidate, 0.1)))
+    data.put(rollout_key("task"), rollout)
+    data.state.close()
+    back_up(data.folder, tmp_path / "backup")
+    rows = planned(data, tmp_path / "backup").rows
+    task, restored = rows[task_key("task")], rows[rollout_key("task")]
+    assert isinstance(task, TaskRow)
+    assert isinstance(restored, RolloutRow)
+    assert task.candidate is not None
+    assert task.config.stop.versions == JUMP + 20
+    assert task.candidate.config.stop.versions == JUMP + 30
+    assert restored.candidate.stop.versions == JUMP + 30
+    assert restored.fallback_config.stop.versions == JUMP + 20
 
 
 def test_a_restoration_puts_rows_blobs_and_tokens_back_and_keeps_the_rest(
