@@ -1,9 +1,9 @@
-"""Whether the servers can combine updates as a task asks.
+"""Whether the servers can combine updates as a task asks, and keep its blobs.
 
 Refused: extensions that this server does not have or allow, buffers of single updates that are too
-large to store, and settings that an earlier version does not know while servers of two versions
-run. As with the first private task, no server of an earlier version starts after the first task
-with such settings.
+large to store, and, while servers of two versions run, settings and frozen tensors that an earlier
+version does not know. As with the first private task, no server of an earlier version starts after
+the first task with one of these.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ async def require_server_methods(service: AdminService, config: TaskConfig) -> T
             f"updates of {config.model_bytes / _MB:,.1f} MB for each version: {needed / _MB:,.0f} "
             f"MB, and the servers allow {most_mb:,} MB",
             hint="lower aggregation_goal, use mean, or raise max_members_mb in the server's file",
+        )
+    if config.requirements.frozen_file:
+        # It does not know the field, so the blob would be one that no row names.
+        return await require_newest_format(
+            service, "an earlier version would delete the frozen tensors of this task"
         )
     combining = (config.staleness, config.weighting, config.aggregation, config.upload_bits)
     optimizer = config.optimizer

@@ -74,14 +74,14 @@ async def submit(service: AdminService, caller: Caller, new: NewTask, attempt: A
     evaluations.check_plan(config)
     _check_manifest(new)
     private = await require_privacy(service, config)
-    methods = await require_server_methods(service, config)
-    needs = private if private.put else methods  # both raise the same format
     await _require_new(service, config.task)
     await _require_parameters(service, new)
     kept = None
     if new.bundle:
         kept = await bundles.keep(service, config, new.bundle)
         config = kept.config
+    methods = await require_server_methods(service, config)
+    needs = private if private.put else methods  # both raise the same format
     optimizer = server_optimizer(config.optimizer)
     state = optimizer.encode_state(optimizer.initial_state(config.model_length))
     key = blob_key(config.task, 0, "optimizer-0", state)

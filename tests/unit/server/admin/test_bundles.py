@@ -12,6 +12,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
 
+import papaya
 from papaya.bundle import archive
 from papaya.bundle.errors import BundleError
 from papaya.bundle.head import BundleHead
@@ -27,7 +28,18 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.errors import OperatorError
-from papaya.messages.storage import EarlierRevision, FenceRow, Transaction, fence_key
+from papaya.messages.storage import (
+    FIRST_FORMAT,
+    FORMAT,
+    FORMAT_KEY,
+    BootRow,
+    EarlierRevision,
+    FenceRow,
+    FormatRow,
+    Transaction,
+    boot_key,
+    fence_key,
+)
 from papaya.server.admin import bundles, submissions
 from papaya.server.admin.accounts import ADMIN
 from papaya.server.admin.problems import Conflict, NotFound
@@ -132,6 +144,24 @@ def test_devices_can_download_every_blob_of_a_bundle(tmp_path: Path) -> None:
                 client.send(a_request("GET", f"/v1/parameters/{key}"))
                 response = await client.response()
                 assert (response.status, response.body) == (200, system.blobs.get(key)), key
+
+    run(tmp_path, test)
+
+
+def test_frozen_tensors_wait_until_all_servers_run_one_version(tmp_path: Path) -> None:
+    """An aggregator of 0.4.0 does not know which blob they are, and would delete it."""
+
+    def server(version: str) -> Transaction:
+        known = FORMAT if version else FIRST_FORMAT
+        return Transaction(put=((boot_key("aggregator"), BootRow(1, known, version)),))
+
+    async def test(system: System) -> None:
+        system.change(server(""))
+        with pytest.raises(Conflict, match="would delete the frozen tensors"):
+            await submit_with_frozen(system)
+        system.change(server(papaya.__version__))
+        await submit_with_frozen(system)
+        assert system.store.read((FORMAT_KEY,)) == {FORMAT_KEY: FormatRow(FORMAT)}
 
     run(tmp_path, test)
 
