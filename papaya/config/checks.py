@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -14,6 +13,9 @@ from msgspec import Struct, StructMeta, structs, to_builtins
 from papaya.errors import ConfigError
 
 MAX_COUNT = 2**31
+# Servers add several times, and write the sum to a row. A row is JSON, which has no infinity: it
+# could not be read again. So large because rows that an earlier version has written must be valid.
+MAX_S = 1e300
 FIELDS_LISTED: Final = "docs/configuration.md lists every field of TaskConfig"
 _NUMBER: Final = re.compile(r"[+-]?[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?")
 
@@ -71,10 +73,10 @@ def require_count(field: str, value: int) -> None:
 def require_positive_s(field: str, value: float) -> None:
     require_number(field, value)
     require(
-        math.isfinite(value) and value > 0,
+        0 < value <= MAX_S,
         field,
         value,
-        "must be finite and above zero seconds",
+        f"must be above zero and at most {MAX_S:g} seconds",
         f"set {field} to a positive number of seconds",
     )
 

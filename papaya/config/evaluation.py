@@ -6,7 +6,7 @@ import math
 
 from msgspec import Struct
 
-from papaya.config.checks import MAX_COUNT, Settings, require, require_count, require_numbers
+from papaya.config.checks import MAX_COUNT, MAX_S, Settings, require, require_count, require_numbers
 from papaya.config.metrics import MetricBounds, MetricTarget, check_metrics
 from papaya.config.privacy import EvaluationTerms
 
@@ -68,10 +68,10 @@ class EvaluationPlan(Settings, frozen=True, kw_only=True):
         for field in ("every_versions", "clients"):
             require_count(f"evaluation.{field}", getattr(self, field))
         require(
-            math.isfinite(self.timeout_s) and self.timeout_s > 0,
+            0 < self.timeout_s <= MAX_S,
             "evaluation.timeout_s",
             self.timeout_s,
-            "must be finite and above zero",
+            f"must be above zero and at most {MAX_S:g}",
             "set how long an evaluation may wait for its clients",
         )
 

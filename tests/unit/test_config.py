@@ -90,8 +90,11 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str, object]] = [
         ({"regime": AsyncFL(max_staleness=value)}, "regime.max_staleness", value)
         for value in (-1, 2**31 + 1)
     ],
-    *[({"training_timeout_s": value}, "training_timeout_s", value) for value in BAD_TIMES],
-    *[({"upload_timeout_s": value}, "upload_timeout_s", value) for value in BAD_TIMES],
+    *[
+        ({field: value}, field, value)
+        for field in ("training_timeout_s", "upload_timeout_s")
+        for value in (*BAD_TIMES, 1e301)
+    ],
     *[({"commit_interval_s": value}, "commit_interval_s", value) for value in BAD_TIMES],
     *[({"participation_gap_s": value}, "participation_gap_s", value) for value in (-1.0, NAN, INF)],
     *[({"max_participations": value}, "max_participations", value) for value in (0, -1)],

@@ -7,10 +7,20 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
-from papaya.config import TaskConfig
-from papaya.messages import storage, wire
-from papaya.messages.storage import FenceRow, OptimizerRow, TaskRow, VersionRow
+from papaya.aggregator.sessions import keep_until, pinned_until, session_life_s
+from papaya.config import EvaluationPlan, ServerConfig, TaskConfig
+from papaya.config.checks import MAX_S
+from papaya.messages import owner, storage, wire
+from papaya.messages.storage import (
+    FenceRow,
+    Member,
+    OptimizerRow,
+    RecordRow,
+    TaskRow,
+    VersionRow,
+)
 from tests.unit.messages.strategies import ROWS, a_row, with_unknown_fields
 
 CONFIG = TaskConfig(task="next-word", concurrency=100, model_length=10)
@@ -27,6 +37,19 @@ def test_every_row_comes_back_as_it_was_written(
     read = wire.decode_row(wire.encode_row(row))
     assert type(read) is kind
     assert read == row
+
+
+def test_rows_of_a_task_with_the_longest_times_come_back() -> None:
+    """JSON has no infinity: a row with one would stop every server that reads it."""
+    plan, server = EvaluationPlan(timeout_s=MAX_S), ServerConfig()
+    config = structs.replace(CONFIG, training_timeout_s=MAX_S, upload_timeout_s=MAX_S)
+    version = VersionRow(0, "parameters", 0, 0.0)
+    evaluation = owner.evaluation_config(config, version, plan, 1)
+    pinned = structs.replace(version, kept_until=pinned_until(evaluation, 1e9, server))
+    until = keep_until(1e9 + session_life_s(config, server), config, server)
+    record = RecordRow(1, "sum", (Member("session", 0, 0, 1, until),), 1.0)
+    for row in (pinned, record):
+        assert wire.decode_row(wire.encode_row(row)) == row
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ROWS if kind is not storage.EndingsRow])
