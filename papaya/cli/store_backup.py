@@ -5,10 +5,12 @@ With `--config`, rows may be on PostgreSQL and blobs in a bucket.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -24,6 +26,7 @@ from papaya.cli.output import (
     print_json,
 )
 from papaya.config import Deployment
+from papaya.errors import OperatorError
 from papaya.store import backup
 from papaya.store.clusters import open_postgresql, read_cluster
 
@@ -75,10 +78,36 @@ def _open(
         database = open_postgresql(deployment.state, _NAME, cluster=cluster, may_create=may_create)
         found["database"] = stack.enter_context(closing(database))
     if deployment.blobs:
+        stack.enter_context(_alone(Path(deployment.data)))
         found["bucket"] = open_bucket(deployment, _CACHE)
         copies = Path(deployment.data) / f"{_CACHE}.cache"
         stack.callback(shutil.rmtree, copies, ignore_errors=True)
     return found
+
+
+@contextmanager
+def _alone(data: Path) -> Iterator[None]:
+    """Only one such command at a time: a second one would delete the copies that the first makes of
+    blobs, and the blobs would look as if they were missing. The lock ends with the process.
+    """
+    if not data.is_dir():  # before a restoration
+        yield
+        return
+    folder = os.open(data, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(folder, data)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _lock(folder: int, data: Path) -> None:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise OperatorError(
+            f"another `papaya store` runs on {data}", hint="run this command when it has ended"
+        ) from error
 
 
 def add_to(actions: Commands) -> None:

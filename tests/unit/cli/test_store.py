@@ -1,22 +1,28 @@
-"""`papaya store migrate`: between SQLite and PostgreSQL, and what it refuses."""
+"""`papaya store`: between SQLite and PostgreSQL, two at a time, and what it refuses."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 import pytest
 
+from papaya.cli import store_backup
 from papaya.cli.main import main
+from papaya.config import Deployment
+from papaya.errors import OperatorError
 from papaya.messages.storage import EpochRow, Transaction
+from papaya.store.backup import back_up
 from papaya.store.clusters import open_state
 from papaya.store.postgresql import PostgresState
 from papaya.store.state import SqliteState
 from tests.postgresql import postgres
+from tests.s3.server import BUCKET, key_file, s3_server
+from tests.unit.store.test_backup import Data
 from tests.vectors import data_of_0_3_0
 
 
@@ -142,3 +148,35 @@ def test_a_password_in_the_command_is_refused_and_not_quoted(
     assert code == 2
     assert "passfile" in said
     assert "secret" not in said
+
+
+def test_a_backup_is_complete_although_another_one_is_started(tmp_path: Path) -> None:
+    """Both would copy the blobs of a bucket to the same folder, and each empties it first."""
+    source = Data(tmp_path / "data")
+    source.state.close()
+    named = (source.parameters, source.optimizer)
+    with s3_server() as s3, ExitStack() as stack:
+        deployment = Deployment(
+            data=str(source.folder),
+            blobs=f"s3://{BUCKET}/backup",
+            blobs_endpoint=s3.endpoint,
+            blobs_credentials=str(key_file(tmp_path)),
+        )
+        first = store_backup._open(stack, deployment, may_create=False)
+        assert first["bucket"] is not None
+        for key in named:
+            first["bucket"].put(key, source.blobs.get(key))
+        first["bucket"].path(named[0])
+        with pytest.raises(OperatorError, match="another `papaya store` runs"):
+            _copy_one(deployment, named[0])
+        assert back_up(source.folder, tmp_path / "backup", **first).missing == ()
+        stack.close()
+        _copy_one(deployment, named[0])
+
+
+def _copy_one(deployment: Deployment, key: str) -> None:
+    """What another backup begins with."""
+    with ExitStack() as stack:
+        bucket = store_backup._open(stack, deployment, may_create=False)["bucket"]
+        assert bucket is not None
+        bucket.path(key)
