@@ -26,7 +26,8 @@ from papaya.messages.storage import (
     share_key,
 )
 
-# How long selectors are told that a task has ended: longer than its clients keep asking.
+# How long selectors are told that a task has ended: longer than its clients keep asking. And how
+# many such tasks they are told of at most: those that ended last.
 _OVER_IS_TOLD_S = 3600.0
 _MAX_OVER = 256
 
@@ -64,9 +65,13 @@ class KnownRows:
 
     def load(self, now: float, found: Mapping[str, Row]) -> None:
         rows = {r.config.task: r for r in found.values() if isinstance(r, TaskRow)}
-        self.over = tuple(
-            task for task, row in rows.items() if row.is_over and now < row.ended + _OVER_IS_TOLD_S
-        )[-_MAX_OVER:]
+        ended = {
+            task: row.ended
+            for task, row in rows.items()
+            if row.is_over and now < row.ended + _OVER_IS_TOLD_S
+        }
+        told = frozenset(sorted(ended, key=ended.__getitem__)[-_MAX_OVER:])
+        self.over = tuple(task for task in ended if task in told)
         maintenance = found.get(MAINTENANCE_KEY)
         self.maintenance = maintenance if isinstance(maintenance, MaintenanceRow) else None
         self.tasks = {

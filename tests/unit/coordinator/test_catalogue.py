@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from papaya.coordinator.known_rows import KnownRows
 from papaya.machine import Transact
 from papaya.messages.control import SelectorOrders, SelectorReport
-from papaya.messages.storage import Changed, submission
+from papaya.messages.storage import Changed, TaskRow, submission, task_key
 from tests.unit.coordinator.builders import (
     SERVER,
     H,
@@ -92,3 +93,17 @@ def test_tasks_that_begin_to_want_clients_are_announced_together() -> None:
     told = orders_in(office.sent[before:], SelectorOrders, "sel-1")
     assert [len(orders.wanting) for orders in told] == [1, 4], "the others in one message"
     assert office.machine.next_wake() > office.now + SERVER.min_report_interval_s
+
+
+def test_selectors_are_told_of_the_tasks_that_ended_last_if_there_are_too_many() -> None:
+    """Else clients of a task that has just ended would be told to try again. Most are evaluations,
+    of which there may be hundreds in an hour.
+    """
+    rows, many = KnownRows(), 300
+    names = [f"task-{number:03}" for number in range(many)]
+    found = {
+        task_key(name): TaskRow(a_task(name), state="completed", ended=float(many - number))
+        for number, name in enumerate(names)
+    }
+    rows.load(float(many), found)
+    assert rows.over == tuple(names[:256])
