@@ -100,6 +100,11 @@ class TaskRows:
 
     @property
     def newest(self) -> VersionRow:
+        if not self.versions:
+            raise OperatorError(
+                f"task {self.task} has no version any more: it was restored without its models",
+                hint="submit a new task",
+            )
         return self.versions[max(self.versions)]
 
     def version(self, number: int) -> VersionRow:

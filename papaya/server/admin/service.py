@@ -159,7 +159,7 @@ class AdminService:
         rollout = others.get(rollout_key(task))
         recent = points[-_RECENT_POINTS:]
         return TaskDetail(
-            task=self._line(found.row, found.newest.version, points, others),
+            task=self._line(found.row, found.optimizer.version, points, others),
             config=found.row.config,
             manifest=manifest.tensors if isinstance(manifest, ManifestRow) else (),
             points=recent,

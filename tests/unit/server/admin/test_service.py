@@ -359,3 +359,19 @@ def test_a_private_task_in_the_clear_needs_identities_of_devices(tmp_path: Path)
         await system.submit(private)
 
     run(tmp_path, test)
+
+
+def test_a_task_that_was_restored_without_its_models_can_be_shown_and_deleted(
+    tmp_path: Path,
+) -> None:
+    async def test(system: System) -> None:
+        await system.submit()
+        await system.service.set_state("next-word", "cancelled", BY)
+        system.change(Transaction(delete=(version_key("next-word", 0),)))
+        shown = (await system.service.task("next-word")).task
+        assert (shown.state, shown.version) == ("cancelled", 0)
+        with pytest.raises(OperatorError, match="has no version any more"):
+            await system.service.parameters("next-word", "newest")
+        await system.service.delete("next-word", BY)
+
+    run(tmp_path, test)
