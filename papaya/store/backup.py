@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import fcntl
 import mmap
+import os
 import shutil
 import sqlite3
 from collections.abc import Iterator, Mapping
@@ -248,16 +249,25 @@ def _copy_blob(source: FolderBlobs | S3Blobs, copies: FolderBlobs | S3Blobs, key
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Tokens, keys and the log of TSA binaries."""
+    """Tokens, keys and the log of TSA binaries, durably."""
     try:
         for file in source.iterdir():
             is_own = file.name.startswith(_STATE) or file.suffix == ".lock"
             if file.is_file() and not is_own and file.name != _COMPLETE:
-                shutil.copy2(file, target / file.name)
+                _copy_file(file, target / file.name)
         if (source / _LOG).is_dir():
-            shutil.copytree(source / _LOG, target / _LOG)
+            shutil.copytree(source / _LOG, target / _LOG, copy_function=_copy_file)
+            for folder, _, _ in os.walk(target / _LOG):
+                sync_folder(Path(folder))
+        sync_folder(target)
     except OSError as error:
         raise unusable(target, error) from error
+
+
+def _copy_file(source: Path | str, target: Path | str) -> None:
+    shutil.copy2(source, target)
+    with open(target, "rb") as file:
+        os.fsync(file.fileno())
 
 
 # -- restore --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -144,6 +145,32 @@ def test_a_restoration_puts_rows_blobs_and_tokens_back_and_keeps_the_rest(
     state = SqliteState(data.folder / "state.db")
     assert version_key("task", JUMP) in state.read(("",))
     state.close()
+
+
+def test_tokens_and_keys_are_synced_before_a_backup_or_a_restoration_is_complete(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill keeps the page cache; only the calls show what a power loss would leave."""
+    (data.folder / "log" / "tile").mkdir(parents=True)
+    (data.folder / "log" / "tile" / "000").write_text("entries")
+    data.state.close()
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def recorded(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+
+    def missing(folder: Path) -> list[str]:
+        places = ("", "admin.token", "log", "log/tile", "log/tile/000")
+        return [place for place in places if str(folder / place) not in synced]
+
+    back_up(data.folder, tmp_path / "backup")
+    assert missing(tmp_path / "backup") == []
+    restore(planned(data, tmp_path / "backup"), NOW)
+    assert missing(tmp_path / "data.restoring") == []
 
 
 def test_a_blob_that_is_deleted_during_the_backup_leads_to_another_snapshot(
