@@ -24,7 +24,7 @@ from msgspec import structs
 
 from papaya.aggregator.sessions import longest_ticket_life_s
 from papaya.config import ServerConfig
-from papaya.errors import PapayaError
+from papaya.errors import MissingBlob, PapayaError, ProtocolError
 from papaya.learning.evaluation import verdict
 from papaya.messages import owner
 from papaya.messages.base import TaskId
@@ -211,7 +211,7 @@ class Supervisor:
             return  # its point is written in the next turn
         try:
             new, why = await evaluations.with_result(old, self._blobs, row, made, of.config)
-        except PapayaError as error:
+        except (ProtocolError, MissingBlob) as error:  # any other error: try again in the next turn
             await self._end(row, str(error))
             return
         change = owner.end_evaluation(row, "completed", self._now(), why, (old, new))

@@ -211,6 +211,31 @@ def test_nonsense_from_devices_ends_an_evaluation_and_nothing_else(tmp_path: Pat
     asyncio.run(test())
 
 
+def test_a_result_waits_while_the_blob_store_fails(tmp_path: Path) -> None:
+    """Its clients have taken part, and some have spent a part of their budgets."""
+
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit(PLANNED)
+            await system.turn()
+            one, two = evaluation_vector(5, 30.0, 10), evaluation_vector(500, 30.0, 30)
+            version(system, "next-word-eval-0", 1, mean_of(one, two))
+            [made] = system.store.read((version_key("next-word-eval-0", 1),)).values()
+            assert isinstance(made, VersionRow)
+            file, away = system.blobs.path(made.parameters), tmp_path / "away"
+            file.rename(away)
+            file.mkdir()  # cannot be read, and is not missing
+            await system.turn()
+            assert task_row(system, "next-word-eval-0").state == "running"
+            file.rmdir()
+            away.rename(file)
+            await system.turn()
+            assert task_row(system, "next-word-eval-0").state == "completed"
+            assert evaluated(system) == {0: pytest.approx(1.5)}
+
+    asyncio.run(test())
+
+
 def test_evaluations_follow_the_plan_one_at_a_time(tmp_path: Path) -> None:
     async def test() -> None:
         async with a_system(tmp_path) as system:
