@@ -151,8 +151,8 @@ class Aggregator:
         for held in self.tasks.values():
             if (wake := held.next_wake()) < due:
                 due = wake
-            if self._woken_at < held.adopts_until < due:
-                due = held.adopts_until
+            if self._woken_at < held.slots.adopts_until < due:
+                due = held.slots.adopts_until
         return due
 
     def check(self) -> None:
@@ -171,7 +171,7 @@ class Aggregator:
     @property
     def uploads(self) -> int:
         """The number of uploads in progress, of all tasks."""
-        return sum(held.uploads for held in self.tasks.values())
+        return sum(held.sessions.uploads for held in self.tasks.values())
 
     def _listen(self, now: float) -> None:
         """After a stop of the process, requests of clients wait to be read."""
@@ -181,7 +181,7 @@ class Aggregator:
             self._memory.extend(stop_s)
             for held in self.tasks.values():
                 held.sessions.listen_again(now)
-                held.adopts_until += stop_s
+                held.slots.adopts_until += stop_s
 
     # -- clients and work -------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Aggregator:
         except TicketError:
             return False
         for each in self.tasks.values():
-            if each.may_want_more:
+            if each.slots.may_want_more:
                 return False
         held = self.tasks.get(claim.task)
         if held is None or held.phase is not TaskPhase.SERVING:
@@ -317,13 +317,13 @@ class Aggregator:
             return []
         if orders.epoch > self.epoch:
             for held in self.tasks.values():
-                held.promises.begin_epoch(orders.epoch)
+                held.slots.promises.begin_epoch(orders.epoch)
             self._report_due = now  # until then the new leader assigns no clients here
         self.epoch, self._orders = orders.epoch, orders.number
         self._is_last = orders.is_last
         self.led_at = now
         for held in self.tasks.values():
-            held.confirmations.acknowledge(orders.acked)
+            held.slots.confirmations.acknowledge(orders.acked)
         given = {placement.task: placement for placement in orders.tasks}
         effects: Effects = []
         for task in [task for task in self.tasks if task not in given]:
@@ -426,10 +426,10 @@ class Aggregator:
         if self._is_draining:
             effects += self._go_on_draining(now)
         for held in self.tasks.values():
-            is_news = held.reported_demand > 0 and held.has_all_updates
-            if held.may_want_more:
-                held.may_want_more = now < held.adopts_until
-                is_news |= held.demand(now) > held.promises.count
+            is_news = held.slots.reported_demand > 0 and held.pipeline.has_all_updates
+            if held.slots.may_want_more:
+                held.slots.may_want_more = now < held.slots.adopts_until
+                is_news |= held.demand(now) > held.slots.promises.count
             if is_news:
                 due = max(now, self._reported_at + self._config.min_report_interval_s)
                 self._report_due = min(self._report_due, due)

@@ -28,7 +28,6 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from papaya.aggregator import regime
-from papaya.aggregator.leases import Confirmations, Promises
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.offers import Offers, Stocks
 from papaya.aggregator.pipeline import Pipeline
@@ -40,6 +39,7 @@ from papaya.aggregator.sessions import (
     session_life_s,
     ticket_life_s,
 )
+from papaya.aggregator.slots import Slots
 from papaya.aggregator.task_events import TaskEvents
 from papaya.aggregator.upload import (
     Claim,
@@ -136,7 +136,7 @@ class SessionEnded(Exception):
 
 
 class HeldTask:
-    """Invariants: active + promised <= C in AsyncFL; versions only grow."""
+    """Invariant: versions only grow."""
 
     def __init__(
         self,
@@ -166,29 +166,16 @@ class HeldTask:
 
         # Active clients, and how ended sessions ended.
         self.sessions = Sessions(server.dead_after_s)
+        # The demand for clients, and for whom slots are kept.
+        self.slots = Slots(fence.seq, epoch, leases, predecessors_active, self.sessions)
         # Buffers, records and versions. Set by the first load; nothing is served before.
         self.pipeline: Pipeline
         # Under which manifests clients may take part. Set by each load.
         self.revisions: Revisions
         # Offers of the TSA; None unless the task is secure.
         self.offers: Stocks | None = None
-        # Slots that leased clients may be coming for.
-        self.promises = Promises(fence.seq, epoch, leases)
-        # Joins that the Coordinator still has to hear of.
-        self.confirmations = Confirmations()
         # Sessions whose complete uploads wait for a buffer with room, in order of arrival.
         self._overflow: deque[SessionId] = deque()
-
-        # Demand may have risen since the last report: the aggregator checks after each event.
-        self.may_want_more = False
-        # The demand in the last report.
-        self.reported_demand = 0
-        # Until then room is kept for the clients of earlier holders that are still expected.
-        # Infinite until the task is served for the first time.
-        self.adopts_until = _NEVER
-        # The active clients of earlier holders, None if unknown, and how many have come.
-        self._predecessors_active = 0 if fence.seq == 1 else predecessors_active
-        self._have_come = 0
 
         # The process is about to stop: nothing new begins here, and the task moves after its last
         # record. Later the time for uploads is over too.
@@ -260,6 +247,7 @@ class HeldTask:
             self.offers.on_loaded(self.pipeline)
         self._overflow.clear()
         self.revisions = Revisions(self.pipeline, self._server)
+        self.slots.load(self.pipeline)
         effects = [*self._settle_sessions(), *self._end_revoked()]
         self._keep_places()
         deleted: Effects = [DeleteBlobs(garbage)] if garbage else []
@@ -300,16 +288,12 @@ class HeldTask:
         if self.halted_because:
             self._events.resumed(self.ledger)
             self.halted_because = ""
-        self.may_want_more = True
+        self.slots.may_want_more = True
         for session in self.sessions.active.values():
             session.seen_at = now  # while the rows were read, no request could be answered
             self.sessions.refile(session)
         if not self.has_served:
-            if self.ledger.follows_rollback:  # what those clients train is void
-                self._predecessors_active = 0
-            # A client that has not come within this time counts as dead.
-            wait_s = self._server.dead_after_s if self._expected > 0 else 0.0
-            self.adopts_until = now + wait_s
+            self.slots.open(now, self._server.dead_after_s)
         return [
             *self._abort_outdated(),
             *self._end_revoked(),  # it may have arrived while the sums were restored
@@ -358,12 +342,7 @@ class HeldTask:
         if self.phase is not TaskPhase.SERVING:
             return True
         waits = not self._drops_uploads and bool(self.pipeline.kept_places)
-        return not self.uploads and not waits and self.pipeline.is_settled
-
-    @property
-    def uploads(self) -> int:
-        """The number of uploads in progress."""
-        return sum(session.upload is not None for session in self.sessions.active.values())
+        return not self.sessions.uploads and not waits and self.pipeline.is_settled
 
     def _halt(self, reason: str) -> Effects:
         """Stop serving until the rows change. Sessions continue; uploads are dropped."""
@@ -398,60 +377,9 @@ class HeldTask:
     # -- demand -----------------------------------------------------------------------------
 
     @property
-    def config_demand(self) -> int:
-        """Client demand by the rule of the regime, whether or not it is reported yet."""
-        if self.has_all_updates:
-            return 0
-        pipeline, active = self.pipeline, len(self.sessions.active)
-        return regime.client_demand(
-            pipeline.config, active, pipeline.completed, pipeline.current.is_full
-        )
-
-    @property
-    def _admits_joins(self) -> bool:
-        """No further client may join a round of an earlier manifest."""
-        is_closing = self.pipeline.current.is_full or self.pipeline.is_current_earlier
-        return regime.admits_joins(self.config, is_closing)
-
-    @property
-    def is_over(self) -> bool:
-        """The last version that the owner asked for exists."""
-        return self.ledger.version >= (self.config.stop.versions or _NEVER)
-
-    @property
-    def has_all_updates(self) -> bool:
-        """The last version that the owner asked for exists, or needs no further client."""
-        pipeline = self.pipeline
-        versions = pipeline.config.stop.versions
-        if versions is None:
-            return False
-        left = versions - pipeline.ledger.version
-        if left != 1:
-            return left < 1
-        last = pipeline.current
-        return last.is_full and not last.is_lost
-
-    @property
     def _no_room(self) -> Aborted:
         """For a client that finds no slot: none comes free while the last version is made."""
-        return Aborted("task_over" if self.has_all_updates else "full")
-
-    @property
-    def room(self) -> int:
-        """Free slots that are not kept for a lease: an adopted client may take one."""
-        return self.config_demand - self.promises.count - self.promises.inherited
-
-    @property
-    def _expected(self) -> int:
-        """Clients of earlier holders that may still come, with or without a lease."""
-        return self._awaited + self.promises.inherited
-
-    @property
-    def _awaited(self) -> int:
-        """Those of them that have no lease any more."""
-        active = self._predecessors_active
-        first = self.config.concurrency if active is None else active
-        return max(0, first - self._have_come)
+        return Aborted("task_over" if self.pipeline.has_all_updates else "full")
 
     @property
     def has_served(self) -> bool:
@@ -459,7 +387,7 @@ class HeldTask:
 
         A report that leaves it out would be acknowledged without its confirmations.
         """
-        return self.adopts_until != _NEVER
+        return self.slots.adopts_until != _NEVER
 
     def demand(self, now: float) -> int:
         """The demand to report: without the room that is kept for clients of earlier holders, and
@@ -467,21 +395,20 @@ class HeldTask:
         """
         if self.phase is not TaskPhase.SERVING or self._is_draining or self._waits_for_tsa:
             return 0
-        if self.offers is not None and (self.offers.current.are_refused or not self._admits_joins):
+        if self.offers is not None and (
+            self.offers.current.are_refused or not self.slots.admits_joins
+        ):
             return 0
-        kept = self._expected if now < self.adopts_until else 0
-        return max(0, self.config_demand - kept)
+        return self.slots.wanted(now)
 
     def report(self, now: float, number: int) -> TaskReport:
-        """The task's part of report `number` to the Coordinator (paper, "High Client Utilization").
-
-        Reported demand is promised: the clients that are assigned because of it find their slots.
-        """
-        if now >= self.adopts_until:
-            self.promises.forget_inherited()
+        """The part of report `number` about this task (paper, "High Client Utilization")."""
+        slots = self.slots
+        is_adopting = now < slots.adopts_until
+        if not is_adopting:
+            slots.promises.forget_inherited()
         demand = self.demand(now)
-        self.promises.offer(demand)
-        self.reported_demand = demand
+        slots.promise(demand)
         return TaskReport(
             task=self.task,
             seq=self.fence.seq,
@@ -489,10 +416,10 @@ class HeldTask:
             demand=demand,
             halted=self.halted_because or self.tsa_problem,
             ended=self.sessions.ended_count,
-            joined=self.confirmations.name_in(number),
+            joined=slots.confirmations.name_in(number),
             version=self.ledger.version if self.has_served else 0,
             drained=self.is_drained,
-            awaited=self._awaited if self.has_served and now < self.adopts_until else 0,
+            awaited=slots.awaited if self.has_served and is_adopting else 0,
             endings=tuple((name, n) for name, n in self.counters.items() if is_reported(name)),
         )
 
@@ -629,8 +556,8 @@ class HeldTask:
             raise SessionEnded(Retry(reason, _BUSY_RETRY_S))
         if earlier is not None and earlier.ticket.expires >= ticket.expires:
             raise SessionEnded(_REPLACED)  # it joined later than this one
-        is_leased = self.promises.inherits(ticket.session)
-        free = self.config_demand if is_leased else self.room
+        is_leased = self.slots.promises.inherits(ticket.session)
+        free = self.slots.client_demand if is_leased else self.slots.room
         if free + (earlier is not None) < 1:
             raise SessionEnded(self._no_room)
         session = Session(ticket, sealed, now)
@@ -686,21 +613,21 @@ class HeldTask:
             raise SessionEnded(Aborted("stale"))
         if now > assignment.confirm_by:
             raise TicketError("the assignment was not confirmed in time")
-        if self.is_over:
+        if self.pipeline.is_over:
             raise SessionEnded(Aborted("task_over"))
-        is_leased = self.promises.cover(assignment)
+        is_leased = self.slots.promises.cover(assignment)
         if not self.revisions.is_current(assignment.manifest):
             # The device has a bundle of another revision: it fetches this one after a check-in.
             self._use_up(assignment, Aborted("revised"), is_leased=is_leased)
             raise SessionEnded(Aborted("revised"))
-        if not self._admits_joins:
+        if not self.slots.admits_joins:
             raise SessionEnded(Retry("the round is closing", _BUSY_RETRY_S))
         earlier = self._earlier_session(assignment)
         if earlier is not None and earlier.is_complete:
             # Its update cannot be withdrawn, so this session ends as it begins.
             self._use_up(assignment, _REPLACED, is_leased=is_leased)
             raise SessionEnded(_REPLACED)
-        free = self.config_demand if is_leased else self.room
+        free = self.slots.client_demand if is_leased else self.slots.room
         if free + (earlier is not None) < 1:
             raise SessionEnded(self._no_room)
         newest, pinned = self.ledger.newest, self.config.evaluates
@@ -862,35 +789,23 @@ class HeldTask:
             return self._leave(session, request, reply_to)
         if now > ticket.confirm_by:
             raise TicketError("the assignment was not confirmed in time")
-        self._use_up(ticket, Aborted("left"), is_leased=self.promises.cover(ticket))
+        self._use_up(ticket, Aborted("left"), is_leased=self.slots.promises.cover(ticket))
         return [Reply(reply_to, Left())]
 
     # -- sessions ---------------------------------------------------------------------------
 
     def _add(self, session: Session, earlier: Session | None, *, is_leased: bool) -> None:
-        """A client with a lease takes the slot that is kept for it, any other one that is not.
-
-        Its device's `earlier` session ends.
-        """
+        """The client takes a slot. Its device's `earlier` session ends."""
         if earlier is not None:
             self._replaced += [*self._abort(earlier, "replaced"), *self._place_overflow()]
         self.sessions.admit(session)
-        self.confirmations.add(session.id)
-        if is_leased:
-            self.promises.keep(session.id)
-        else:
-            self._have_come += 1
+        self.slots.take(session.id, is_leased=is_leased)
         self.counters["joined" if is_leased else "adopted"] += 1
 
     def _use_up(self, assignment: AssignmentTicket, answer: Aborted, *, is_leased: bool) -> None:
-        """The session ends as it begins. Its lease ends too: otherwise each such join would keep a
-        slot free.
-        """
+        """The session ends as it begins, with this answer."""
         self.sessions.remember(assignment.session, answer, assignment.confirm_by)
-        self.confirmations.add(assignment.session)
-        if is_leased:
-            self.promises.keep(assignment.session)
-        self.may_want_more = True
+        self.slots.use_up(assignment.session, is_leased=is_leased)
 
     def _abort(self, session: Session, reason: AbortReason) -> Effects:
         return self._end(session, Aborted(reason), f"aborted_{reason}")
@@ -906,7 +821,7 @@ class HeldTask:
 
     def _end(self, session: Session, answer: Completed | Aborted, counter: str) -> Effects:
         self._count(session, counter)
-        self.may_want_more = True
+        self.slots.may_want_more = True
         effects = self._answer(session, answer)
         self.pipeline.give_place_up(session.id)
         self.sessions.end(session, answer, self._keep_until(session))
@@ -969,7 +884,7 @@ class HeldTask:
         """
         oldest = self.ledger.oldest_allowed(self.pipeline.max_staleness)
         effects: Effects = []
-        for session in list(self.sessions.active.values()) if self.is_over else ():
+        for session in list(self.sessions.active.values()) if self.pipeline.is_over else ():
             effects += self._abort(session, "task_over")
         for session in self.sessions.training_from(range(oldest)):
             effects += self._abort(session, self.revisions.why_outdated(session.ticket) or "stale")
@@ -1014,7 +929,9 @@ class HeldTask:
         """In a secure or private task, give up the buffers of earlier manifests that can no longer
         be filled, and end the sessions of clients whose updates fit into no buffer.
         """
-        if not self.pipeline.is_bound or (now < self.adopts_until and self._expected > 0):
+        if not self.pipeline.is_bound or (
+            now < self.slots.adopts_until and self.slots.expected > 0
+        ):
             return []  # clients of the previous holder may still come
         effects: Effects = []
         for manifest, ends in list(self.revisions.served.items()):
@@ -1152,7 +1069,7 @@ class HeldTask:
     def on_offered(self, now: float, message: Offered) -> Effects:
         if self.offers is None:
             return []
-        self.may_want_more |= self.offers.current.is_away or self.offers.current.are_refused
+        self.slots.may_want_more |= self.offers.current.is_away or self.offers.current.are_refused
         self.offers.on_offered(now, message, self.pipeline)
         if self.phase is not TaskPhase.SERVING:
             return []
@@ -1216,7 +1133,7 @@ class HeldTask:
         if has_advanced:
             self.counters["versions"] += 1
             self._events.versions(self.ledger, has_served=True)
-            self.may_want_more = True
+            self.slots.may_want_more = True
             effects += [*self._abort_outdated(), *self._end_revised(now)]
             effects += [*self.revisions.forget(now), *self._place_overflow()]
         return effects + self.pipeline.pump(now)
@@ -1247,7 +1164,7 @@ class HeldTask:
         ]
 
     def _refill_offers(self, now: float) -> Effects:
-        if self.offers is None or self.is_over:
+        if self.offers is None or self.pipeline.is_over:
             return []
         return self.offers.refill(now, self.pipeline)
 
@@ -1264,7 +1181,7 @@ class HeldTask:
             return due
         if self.revisions.served:
             due = min(due, self._swept_at + self._sweep_s)
-        return due if self.is_over else min(due, self.offers.next_wake())
+        return due if self.pipeline.is_over else min(due, self.offers.next_wake())
 
     def check(self) -> None:
         if self.phase is TaskPhase.SERVING:

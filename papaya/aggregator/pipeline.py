@@ -225,6 +225,23 @@ class Pipeline:
         return range(first, min(end, last + 1))
 
     @property
+    def is_over(self) -> bool:
+        """The last version that the owner asked for exists."""
+        return self.ledger.version >= (self.config.stop.versions or _NEVER)
+
+    @property
+    def has_all_updates(self) -> bool:
+        """The last version that the owner asked for exists, or needs no further client."""
+        versions = self.config.stop.versions
+        if versions is None:
+            return False
+        left = versions - self.ledger.version
+        if left != 1:
+            return left < 1
+        last = self.current
+        return last.is_full and not last.is_lost
+
+    @property
     def is_failing(self) -> bool:
         """The TSA has an internal error at the step that is due."""
         return self._failures > 0

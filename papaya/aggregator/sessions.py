@@ -190,6 +190,11 @@ class Sessions:
         """The active session of a device; None without a pseudonym."""
         return self._by_pseudonym.get(pseudonym)
 
+    @property
+    def uploads(self) -> int:
+        """The number of uploads in progress."""
+        return sum(session.upload is not None for session in self.active.values())
+
     def admit(self, session: Session) -> None:
         self.active[session.id] = session
         if session.pseudonym:

@@ -24,6 +24,7 @@ from papaya.aggregator.pipeline import Buffer, Pipeline
 from papaya.aggregator.revisions import Revisions
 from papaya.aggregator.sessions import Session
 from papaya.aggregator.shards import NewBlobs, Shards, TakeLock, _BufferUpdates
+from papaya.aggregator.slots import Slots
 from papaya.aggregator.task_events import TaskEvents
 from papaya.aggregator.tsa import TsaAdapter
 from papaya.aggregator.work import FAILED, UNREACHABLE, Fold, Stepped, StockedOffer
@@ -106,11 +107,11 @@ def _forget_leases(self: ClientDemand, task: TaskId) -> int:
 
 
 def _demand_at_once(self: HeldTask, now: float) -> int:
-    return self.config_demand if self.phase is TaskPhase.SERVING else 0
+    return self.slots.client_demand if self.phase is TaskPhase.SERVING else 0
 
 
-def _all_room(self: HeldTask) -> int:
-    return self.config_demand
+def _all_room(self: Slots) -> int:
+    return self.client_demand
 
 
 def _cover_every_epoch(self: Promises, assignment: AssignmentTicket) -> bool:
@@ -481,7 +482,7 @@ BUGS: dict[str, Bug] = {
         "a new holder of a task reports its full demand before old clients return",
         (
             (HeldTask, "demand", _demand_at_once),
-            (HeldTask, "room", property(_all_room)),
+            (Slots, "room", property(_all_room)),
         ),
     ),
     "earlier-leaders-assignments-kept": Bug(

@@ -232,7 +232,7 @@ def test_a_client_that_drops_out_is_replaced_in_the_middle_of_the_round() -> Non
     a, b, d, e = world.joined(node, 4)
     a.upload_for_good(1)
     e.leave()
-    assert node.held().config_demand == 1
+    assert node.held().slots.client_demand == 1
     [c] = world.joined(node, 1)
     assert c.version == 0, "it joins the same round"
     for phone in (b, c, d):

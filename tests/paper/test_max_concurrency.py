@@ -144,4 +144,4 @@ def test_whatever_happens_no_more_than_c_are_active(
     world.pass_s(H)
     while isinstance(world.phone(node).join(), Joined):
         pass
-    assert node.held().config_demand == 0
+    assert node.held().slots.client_demand == 0

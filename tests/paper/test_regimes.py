@@ -41,7 +41,7 @@ def test_asyncfl_demand_is_concurrency_less_active_clients(completed: int) -> No
     for phone in phones[:completed]:
         phone.upload_for_good(1)
     assert len(node.held().sessions.active) == 4 - completed
-    assert node.held().config_demand == completed
+    assert node.held().slots.client_demand == completed
 
 
 @pytest.mark.parametrize("completed", [0, 1, 3])
@@ -52,13 +52,13 @@ def test_syncfl_demand_decreases_as_clients_report_results(completed: int) -> No
     is not wanted again.
     """
     world, node = a_world(msgspec.structs.replace(BASE, regime=SyncFL(0.0)))
-    assert node.held().config_demand == 4
+    assert node.held().slots.client_demand == 4
     phones = world.joined(node, completed)
     for phone in phones:
         phone.upload_for_good(1)
-    assert node.held().config_demand == 4 - completed
+    assert node.held().slots.client_demand == 4 - completed
     world.joined(node, 1)
-    assert node.held().config_demand == 4 - completed - 1
+    assert node.held().slots.client_demand == 4 - completed - 1
 
 
 def test_over_selection_is_part_of_what_a_sync_task_asks_for() -> None:
@@ -68,7 +68,7 @@ def test_over_selection_is_part_of_what_a_sync_task_asks_for() -> None:
     config = msgspec.structs.replace(BASE, concurrency=1300, regime=SyncFL(0.3))
     _, node = a_world(config)
     assert config.aggregation_goal == 1000
-    assert node.held().config_demand == 1300
+    assert node.held().slots.client_demand == 1300
 
 
 # -- aborting stale clients -------------------------------------------------------------------

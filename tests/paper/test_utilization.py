@@ -95,7 +95,7 @@ def test_as_soon_as_one_client_completes_or_fails_a_new_one_is_selected() -> Non
             leaver.upload_for_good(1)
         else:
             leaver.leave()
-        assert node.held().config_demand == 1
+        assert node.held().slots.client_demand == 1
         phones += world.joined(node, 1)
         assert len(node.held().sessions.active) == 4, "whether or not a version was made"
     assert world.version == 8 // 3

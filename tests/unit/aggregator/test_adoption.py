@@ -257,7 +257,7 @@ def test_there_is_room_for_clients_that_were_assigned_under_the_predecessor() ->
     assert [phone.heartbeat() for phone in phones] == 3 * [Alive()]
     assert isinstance(assigned.join(), Joined)
     assert len(successor.held().sessions.active) == 4
-    assert successor.held().promises.count == 0
+    assert successor.held().slots.promises.count == 0
 
 
 def test_no_more_than_c_are_adopted() -> None:
@@ -289,11 +289,11 @@ def test_after_the_window_a_client_is_adopted_only_while_there_is_room() -> None
 def test_a_window_is_opened_once_not_by_every_reading_of_the_rows() -> None:
     world, phones = training(2)
     successor = take_over(world, phones)
-    opened = successor.held().adopts_until
+    opened = successor.held().slots.adopts_until
     world.pass_s(H / 2)
     held = successor.held()
     successor._perform(held.load())
-    assert held.adopts_until == opened
+    assert held.slots.adopts_until == opened
 
 
 # -- which ticket decides ---------------------------------------------------------------------

@@ -155,13 +155,13 @@ def test_an_assignment_that_is_turned_away_is_used_up() -> None:
     world, node = a_world()
     first = joined(world, node, "phone")
     world.pass_s(world.server.heartbeat_s)
-    promised = node.held().promises.count
+    promised = node.held().slots.promises.count
     assert promised == 3
     node.hold(Snapshot)
     first.upload(1.0)
     second = assigned(world, node, "phone")
     assert second.join() == second.join() == REPLACED
-    assert node.held().promises.count == promised - 1
+    assert node.held().slots.promises.count == promised - 1
     world.pass_s(world.server.heartbeat_s)
     assert second.session in node.last_report().joined
 

@@ -296,7 +296,7 @@ def test_durability_step_frees_the_place_of_a_folded_client() -> None:
     world, node = a_world(a_task(concurrency=1, durability="step"))
     [phone] = world.joined(node, 1)
     phone.upload(1)
-    assert node.held().config_demand == 1
+    assert node.held().slots.client_demand == 1
     assert phone.heartbeat() == Completed()
 
 

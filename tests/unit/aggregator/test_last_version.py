@@ -23,7 +23,7 @@ def test_updates_that_come_while_the_last_version_is_made_make_no_further_one() 
     assert answers == [Completed()] * 2 + [Aborted("task_over")] * 4
     assert world.consumed() == [phone.session for phone in phones[:2]]
     assert world.recorded() == []
-    assert node.held().config_demand == 0
+    assert node.held().slots.client_demand == 0
 
 
 def test_no_client_is_wanted_once_the_last_version_has_all_its_updates() -> None:

@@ -47,7 +47,7 @@ def test_demand_falls_with_completions_and_does_not_rise_again() -> None:
     for done, phone in enumerate(phones[:3], start=1):
         phone.upload_for_good(1)
         assert len(node.held().sessions.active) == 4 - done
-        assert node.held().config_demand == 0
+        assert node.held().slots.client_demand == 0
 
 
 def test_a_failed_client_is_replaced_in_the_middle_of_the_round() -> None:
@@ -70,7 +70,7 @@ def test_a_silent_client_is_replaced_too() -> None:
     world.pass_s(2 * H)
     phones[0].heartbeat()
     world.pass_s(H)
-    assert node.held().config_demand == 1
+    assert node.held().slots.client_demand == 1
     assert isinstance(world.phone(node).join(), Joined)
 
 
@@ -78,9 +78,9 @@ def test_a_silent_client_is_replaced_too() -> None:
 def test_a_refused_update_is_replaced_and_a_counted_one_is_not(durability: str) -> None:
     _, node, phones = a_round(3, 0.0, durability=durability)
     phones[0].upload_for_good(1)
-    assert node.held().config_demand == 0
+    assert node.held().slots.client_demand == 0
     phones[1].upload_for_good(math.nan)
-    assert node.held().config_demand == 1
+    assert node.held().slots.client_demand == 1
 
 
 # -- without over-selection -------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_without_over_selection_a_round_waits_for_every_client() -> None:
     phones[2].upload_for_good(2)
     assert world.version == 1
     assert world.parameters(1) == [1, 0, 0, 0]
-    assert node.held().config_demand == 3
+    assert node.held().slots.client_demand == 3
 
 
 # -- over-selection ---------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_nobody_joins_while_a_round_closes() -> None:
     answer = early.join()
     assert isinstance(answer, Retry)
     assert answer.after_s > 0
-    assert node.held().config_demand == 0
+    assert node.held().slots.client_demand == 0
     node.release()
     joined = early.join()
     assert isinstance(joined, Joined)
@@ -252,7 +252,7 @@ def test_a_full_round_whose_record_was_lost_is_filled_again() -> None:
     node.settle("lost")
     assert world.answers[handle] == Incomplete((0, 1))
     node.release()
-    assert node.held().config_demand == 4 - 1 - 1
+    assert node.held().slots.client_demand == 4 - 1 - 1
     phones[1].send(4)
     again = phones[1].complete()
     world.pass_s(1.0)
