@@ -232,7 +232,7 @@ class Aggregator:
             return []
         match message:
             case Folded():
-                return held.on_folded(now, message)
+                return held.queue.on_folded(now, message)
             case Snapshotted():
                 return held.on_snapshotted(message)
             case Stepped():
@@ -261,7 +261,9 @@ class Aggregator:
         session = held.sessions.active.get(message.session) if held is not None else None
         if held is None or session is None or session.claim is None or session.is_complete:
             return []  # a late copy of a chunk: the update may be in the sum already
-        return [] if self._memory.may_grow(now, session.claim) else held.drop_upload(session)
+        return (
+            [] if self._memory.may_grow(now, session.claim) else held.endings.drop_upload(session)
+        )
 
     def has_grown(self, task: TaskId, session: SessionId) -> bool:
         """May the next chunk be received into a whole buffer? See `Growing`."""
@@ -383,8 +385,9 @@ class Aggregator:
         effects: Effects = []
         for held in self.tasks.values():
             held.sessions.forget(now)
-            effects += held.free_waiting(now)
-            if held.phase is TaskPhase.HALTED:
+            if held.phase is TaskPhase.SERVING:
+                effects += held.queue.free_waiting(now)
+            elif held.phase is TaskPhase.HALTED:
                 effects += held.load()  # the owner may have changed the rows
         return effects + self._report(now, heartbeat=True)
 
@@ -449,5 +452,5 @@ class Aggregator:
             session = held.sessions.active.get(session_id) if held is not None else None
             if held is not None and session is not None:
                 held.counters["uploads_taken_back"] += 1
-                effects += held.drop_upload(session)
+                effects += held.endings.drop_upload(session)
         return effects

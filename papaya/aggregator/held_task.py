@@ -19,28 +19,27 @@ Revisions (`revisions.py`): a client continues under the signed manifest that it
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from hmac import compare_digest
 from typing import TypeVar
 
-from msgspec.structs import replace
-
 from papaya.aggregator import regime
+from papaya.aggregator.endings import Endings
 from papaya.aggregator.ledger import Ledger
-from papaya.aggregator.offers import Offers, Stocks
+from papaya.aggregator.offers import Stocks
 from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.revisions import Revisions
 from papaya.aggregator.sessions import (
     Session,
     Sessions,
-    keep_until,
     session_life_s,
     ticket_life_s,
 )
 from papaya.aggregator.slots import Slots
 from papaya.aggregator.task_events import TaskEvents
+from papaya.aggregator.update_queue import BUSY_RETRY_S, UpdateQueue
 from papaya.aggregator.upload import (
     Claim,
     Upload,
@@ -51,11 +50,9 @@ from papaya.aggregator.upload import (
     why_not_served,
 )
 from papaya.aggregator.work import (
-    REVISED,
     UNREACHABLE,
     DeleteBlobs,
     Drop,
-    Folded,
     Keep,
     Lost,
     Offered,
@@ -73,14 +70,12 @@ from papaya.messages.control import TaskReport
 from papaya.messages.events import ServerEvent
 from papaya.messages.participation import (
     Aborted,
-    AbortReason,
     Alive,
     Chunk,
     ChunkOffer,
     ChunkReceived,
     Complete,
     Completed,
-    DiscardReason,
     Heartbeat,
     Incomplete,
     Join,
@@ -94,9 +89,6 @@ from papaya.messages.participation import (
     UploadGranted,
 )
 from papaya.messages.reasons import (
-    CANDIDATE_COUNTED,
-    CANDIDATE_FAILED,
-    is_failure,
     is_reported,
     leave_code,
 )
@@ -111,7 +103,6 @@ from papaya.messages.tickets import (
 )
 
 R = TypeVar("R")
-_BUSY_RETRY_S = 0.5
 _NEVER = float("inf")
 _REPLACED = Aborted("replaced")
 _MOVED = Retry("the task has moved", 0.0, elsewhere=True)
@@ -166,25 +157,26 @@ class HeldTask:
 
         # Active clients, and how ended sessions ended.
         self.sessions = Sessions(server.dead_after_s)
+        # Counts of events, for metrics and simulation results.
+        self.counters: Counter[str] = Counter()
         # The demand for clients, and for whom slots are kept.
         self.slots = Slots(fence.seq, epoch, leases, predecessors_active, self.sessions)
+        # How sessions end.
+        self.endings = Endings(self.sessions, self.slots, memory, server, self.counters)
+        # Complete updates that are not in a sum yet.
+        self.queue = UpdateQueue(self.sessions, self.slots, self.endings, memory, keyring, server)
         # Buffers, records and versions. Set by the first load; nothing is served before.
         self.pipeline: Pipeline
         # Under which manifests clients may take part. Set by each load.
         self.revisions: Revisions
         # Offers of the TSA; None unless the task is secure.
         self.offers: Stocks | None = None
-        # Sessions whose complete uploads wait for a buffer with room, in order of arrival.
-        self._overflow: deque[SessionId] = deque()
 
         # The process is about to stop: nothing new begins here, and the task moves after its last
         # record. Later the time for uploads is over too.
         self._is_draining = False
         self._drops_uploads = False
 
-        # Event counts and the staleness of counted updates, for metrics and simulation results.
-        self.counters: Counter[str] = Counter()
-        self.staleness: Counter[int] = Counter()
         # What uploads needed that were turned away since the last heartbeat. Part of the load.
         self.turned_away_bytes = 0
 
@@ -245,41 +237,14 @@ class HeldTask:
         if ledger.config.secure_aggregation is not None:
             self.offers = self.offers or Stocks(ledger.config, self.fence.seq)
             self.offers.on_loaded(self.pipeline)
-        self._overflow.clear()
         self.revisions = Revisions(self.pipeline, self._server)
         self.slots.load(self.pipeline)
-        effects = [*self._settle_sessions(), *self._end_revoked()]
-        self._keep_places()
+        self.endings.load(self.pipeline, self.revisions)
+        self.queue.load(self.pipeline, self.revisions, self.offers)
+        effects = [*self.endings.settle(), *self._end_revoked()]
+        self.queue.keep_places()
         deleted: Effects = [DeleteBlobs(garbage)] if garbage else []
         return [*effects, *deleted, self.pipeline.restore()]
-
-    def _settle_sessions(self) -> Effects:
-        """Acknowledge what the rows count; ask for every other upload again.
-
-        An update that was folded but not durable is gone: the sums are restored from the rows.
-        """
-        effects: Effects = []
-        for member in self.ledger.members():
-            session = self.sessions.active.get(member.session)
-            if session is not None:
-                effects += self._acknowledge(session)
-        return effects + self._request_all_again()
-
-    def _keep_places(self) -> None:
-        """For updates whose seeds may be in a group: no other buffer can use them."""
-        for session in self.sessions.active.values():
-            if session.seed_group is not None:
-                self.pipeline.keep_place(session.id, session.manifest, session.seed_group)
-
-    def _request_all_again(self) -> Effects:
-        uploading = [s for s in self.sessions.active.values() if s.upload is not None]
-        return [effect for session in uploading for effect in self._request_again(session)]
-
-    def _request_again(self, session: Session) -> Effects:
-        """Drop the upload and tell the client to send all of its chunks again."""
-        assert session.upload is not None
-        missing = Incomplete(tuple(range(session.upload.chunks)))
-        return self._answer(session, missing) + self.drop_upload(session)
 
     def on_restored(self, now: float) -> Effects:
         self.phase = TaskPhase.SERVING
@@ -295,9 +260,9 @@ class HeldTask:
         if not self.has_served:
             self.slots.open(now, self._server.dead_after_s)
         return [
-            *self._abort_outdated(),
+            *self.endings.abort_outdated(),
             *self._end_revoked(),  # it may have arrived while the sums were restored
-            *self._refill_offers(now),
+            *self.queue.refill_offers(now),
             *self.pipeline.restored(now),
         ]
 
@@ -308,7 +273,7 @@ class HeldTask:
             self._events.left(self.ledger)
         effects: Effects = [Drop(self.task, self.fence.seq)]
         for session in self.sessions.active.values():
-            effects += self._answer(session, _MOVED)
+            effects += self.endings.answer(session, _MOVED)
             self._memory.release(session.claim)
         return effects
 
@@ -318,13 +283,7 @@ class HeldTask:
         self._drops_uploads |= drops_uploads
         if not drops_uploads or self.phase is not TaskPhase.SERVING:
             return []
-        waiting, self._overflow = self._overflow, deque()
-        unfinished = [
-            session
-            for session in self.sessions.active.values()
-            if session.upload and (not session.is_complete or session.id in waiting)
-        ]
-        return [effect for session in unfinished for effect in self._request_again(session)]
+        return self.queue.drop_unfinished()
 
     def record_now(self, now: float) -> Effects:
         """Commit what is folded without waiting for more of it."""
@@ -350,7 +309,7 @@ class HeldTask:
         if reason != self.halted_because:  # the rows are read again every heartbeat
             self._events.halted(reason)
         self.halted_because = reason
-        return self._request_all_again()
+        return self.endings.request_all_again()
 
     # -- revoked devices --------------------------------------------------------------------
 
@@ -359,7 +318,7 @@ class HeldTask:
         self._revoked_devices = devices
         if self.phase is not TaskPhase.SERVING:
             return []
-        return [*self._end_revoked(), *self._place_overflow()]
+        return [*self._end_revoked(), *self.queue.place_waiting()]
 
     def _end_revoked(self) -> Effects:
         """End sessions of revoked devices, except those whose update is being folded."""
@@ -371,7 +330,7 @@ class HeldTask:
         for pseudonym in pseudonyms:
             session = self.sessions.of_device(pseudonym)
             if session is not None and not session.is_complete:
-                effects += self._abort(session, "revoked")
+                effects += self.endings.abort(session, "revoked")
         return effects
 
     # -- demand -----------------------------------------------------------------------------
@@ -393,7 +352,7 @@ class HeldTask:
         """The demand to report: without the room that is kept for clients of earlier holders, and
         zero while those that are here wait for the TSA, or would when they report.
         """
-        if self.phase is not TaskPhase.SERVING or self._is_draining or self._waits_for_tsa:
+        if self.phase is not TaskPhase.SERVING or self._is_draining or self.queue.waits_for_tsa:
             return 0
         if self.offers is not None and (
             self.offers.current.are_refused or not self.slots.admits_joins
@@ -438,9 +397,9 @@ class HeldTask:
             return [Reply(reply_to, _MOVED)]
         if self._revoked and self._is_revoked(claim.session):
             # Its update was being folded when the device was revoked, but was not counted.
-            self._replaced += self._end_revoked() + self._place_overflow()
+            self._replaced += self._end_revoked() + self.queue.place_waiting()
         if self._is_draining and self._begins_something(request, claim):
-            return [Reply(reply_to, Retry("the task is about to move", _BUSY_RETRY_S))]
+            return [Reply(reply_to, Retry("the task is about to move", BUSY_RETRY_S))]
         try:
             match request:
                 case Heartbeat():
@@ -553,7 +512,7 @@ class HeldTask:
         earlier = self._earlier_session(ticket)
         if earlier is not None and earlier.is_complete:
             reason = "the last update of this device is being processed"
-            raise SessionEnded(Retry(reason, _BUSY_RETRY_S))
+            raise SessionEnded(Retry(reason, BUSY_RETRY_S))
         if earlier is not None and earlier.ticket.expires >= ticket.expires:
             raise SessionEnded(_REPLACED)  # it joined later than this one
         is_leased = self.slots.promises.inherits(ticket.session)
@@ -588,7 +547,7 @@ class HeldTask:
             session = self._admit(now, ticket)
         elif not session.sealed:
             session.sealed = self._keyring.seal(_session_ticket(session))
-        config = self._terms(session)
+        config = self.revisions.terms(session.manifest)
         pinned = config.evaluates
         return Joined(
             ticket=session.sealed,
@@ -621,7 +580,7 @@ class HeldTask:
             self._use_up(assignment, Aborted("revised"), is_leased=is_leased)
             raise SessionEnded(Aborted("revised"))
         if not self.slots.admits_joins:
-            raise SessionEnded(Retry("the round is closing", _BUSY_RETRY_S))
+            raise SessionEnded(Retry("the round is closing", BUSY_RETRY_S))
         earlier = self._earlier_session(assignment)
         if earlier is not None and earlier.is_complete:
             # Its update cannot be withdrawn, so this session ends as it begins.
@@ -653,18 +612,20 @@ class HeldTask:
         if session.upload_ticket is None:
             staleness = self._staleness(session)
             if (outdated := self.revisions.why_outdated(session.ticket)) is not None:
-                return [*self._abort(session, outdated), Reply(reply_to, Aborted(outdated))]
+                return [*self.endings.abort(session, outdated), Reply(reply_to, Aborted(outdated))]
             # While the TSA is away nobody seals: if it is lost, those updates are not.
-            if self._waits_for_tsa or not self._grant(now, session, staleness, request.examples):
-                retry = Reply(reply_to, self._wait_for_tsa(now, session))
-                return [retry, *self._refill_offers(now)]
+            if self.queue.waits_for_tsa or not self._grant(
+                now, session, staleness, request.examples
+            ):
+                retry = Reply(reply_to, self.queue.wait_for_tsa(now, session))
+                return [retry, *self.queue.refill_offers(now)]
         ticket = session.upload_ticket
         assert ticket is not None
         granted = UploadGranted(
             ticket=session.upload_sealed,
             version=ticket.version + ticket.staleness,
             chunk_bytes=self._server.chunk_bytes,
-            upload_timeout_s=self._terms(session).upload_timeout_s,
+            upload_timeout_s=self.revisions.terms(session.manifest).upload_timeout_s,
             secure=session.offer,
             upload_url=self._upload_url,
         )
@@ -676,8 +637,8 @@ class HeldTask:
 
     def _grant(self, now: float, session: Session, staleness: int, examples: int) -> bool:
         """Give the session an upload ticket. False if a needed offer of the TSA is not in stock."""
-        config, index = self._terms(session), -1
-        if (offers := self._offers_for(session)) is not None:
+        config, index = self.revisions.terms(session.manifest), -1
+        if (offers := self.queue.offers_for(session)) is not None:
             found = offers.take(now)
             if found is None:
                 return False
@@ -700,10 +661,10 @@ class HeldTask:
             return [Reply(reply_to, answer)]
         if crc32(chunk.data) != chunk.crc32:
             # The claim was made for this chunk: if nothing else is kept, give it up.
-            released = self.drop_upload(session) if session.upload is None else []
+            released = self.endings.drop_upload(session) if session.upload is None else []
             return [*released, Reply(reply_to, Retry("the chunk has a wrong checksum", 0.0))]
         assert session.claim is not None
-        size, piece = self._terms(session).update_bytes, self._server.chunk_bytes
+        size, piece = self.revisions.terms(session.manifest).update_bytes, self._server.chunk_bytes
         upload = session.upload
         effects: Effects = []
         if upload is None or upload.id != chunk.upload:
@@ -727,7 +688,7 @@ class HeldTask:
         received = ChunkReceived(chunk.upload, chunk.index)
         if session.is_complete:
             return received
-        size, piece = self._terms(session).update_bytes, self._server.chunk_bytes
+        size, piece = self.revisions.terms(session.manifest).update_bytes, self._server.chunk_bytes
         count = chunk_count(size, piece)
         expected = chunk_length(size, piece, chunk.index)
         if chunk.index >= count:
@@ -739,24 +700,28 @@ class HeldTask:
             return received  # a duplicate: not progress
         if upload is not None and upload.id != chunk.upload and chunk.index > 0:
             return Refused("a new upload must start with chunk 0")
-        session.claim = session.claim or Claim((self.task, session.id), self._terms(session), piece)
-        if self._waits_for_tsa and not self._memory.holds(session.claim):
-            return self._wait_for_tsa(now, session)
+        session.claim = session.claim or Claim(
+            (self.task, session.id), self.revisions.terms(session.manifest), piece
+        )
+        if self.queue.waits_for_tsa and not self._memory.holds(session.claim):
+            return self.queue.wait_for_tsa(now, session)
         has_arrived = isinstance(chunk, Chunk)
         has_room = self._memory.may_keep if has_arrived else self._memory.may_send
         if not has_room(now, session.claim, length):
             self.turned_away_bytes += session.claim.needed_bytes
-            return Retry("the memory for uploads is in use", _BUSY_RETRY_S)
+            return Retry("the memory for uploads is in use", BUSY_RETRY_S)
         return None
 
     def _complete(
         self, now: float, session: Session, request: Complete, reply_to: Handle
     ) -> Effects:
         upload = session.upload
-        if self._waits_for_tsa and not session.is_complete and not (upload and upload.missing):
-            return [Reply(reply_to, self._wait_for_tsa(now, session))]
+        if self.queue.waits_for_tsa and not session.is_complete and not (upload and upload.missing):
+            return [Reply(reply_to, self.queue.wait_for_tsa(now, session))]
         if upload is None or upload.id != request.upload:
-            count = chunk_count(self._terms(session).update_bytes, self._server.chunk_bytes)
+            count = chunk_count(
+                self.revisions.terms(session.manifest).update_bytes, self._server.chunk_bytes
+            )
             return [Reply(reply_to, Incomplete(tuple(range(count))))]
         if upload.missing:
             return [Reply(reply_to, Incomplete(tuple(upload.missing)))]
@@ -770,14 +735,18 @@ class HeldTask:
         assert session.claim is not None
         session.claim.is_complete = True
         self.counters["trips"] += 1
-        return [*effects, *self._place(session)]
+        return [*effects, *self.queue.place(session)]
 
     def _leave(self, session: Session, request: Leave, reply_to: Handle) -> Effects:
         if session.is_complete:
             # The update is being folded and cannot be withdrawn: answer with how it ends.
             return session.await_answer(reply_to)
-        self._count(session, f"left_{leave_code(request.reason)}")
-        return [*self._abort(session, "left"), Reply(reply_to, Left()), *self._place_overflow()]
+        self.endings.count(session, f"left_{leave_code(request.reason)}")
+        return [
+            *self.endings.abort(session, "left"),
+            Reply(reply_to, Left()),
+            *self.queue.place_waiting(),
+        ]
 
     def _give_up(self, now: float, request: Leave, reply_to: Handle) -> Effects:
         """A client that has not joined, because it has to fetch the task's bundle first, gives its
@@ -797,7 +766,10 @@ class HeldTask:
     def _add(self, session: Session, earlier: Session | None, *, is_leased: bool) -> None:
         """The client takes a slot. Its device's `earlier` session ends."""
         if earlier is not None:
-            self._replaced += [*self._abort(earlier, "replaced"), *self._place_overflow()]
+            self._replaced += [
+                *self.endings.abort(earlier, "replaced"),
+                *self.queue.place_waiting(),
+            ]
         self.sessions.admit(session)
         self.slots.take(session.id, is_leased=is_leased)
         self.counters["joined" if is_leased else "adopted"] += 1
@@ -807,236 +779,7 @@ class HeldTask:
         self.sessions.remember(assignment.session, answer, assignment.confirm_by)
         self.slots.use_up(assignment.session, is_leased=is_leased)
 
-    def _abort(self, session: Session, reason: AbortReason) -> Effects:
-        return self._end(session, Aborted(reason), f"aborted_{reason}")
-
-    def _discard(self, session: Session, reason: DiscardReason) -> Effects:
-        return self._end(session, Completed(reason), f"discarded_{reason}")
-
-    def _acknowledge(self, session: Session) -> Effects:
-        """The update is counted."""
-        assert session.upload_ticket is not None
-        self.staleness[session.upload_ticket.staleness] += 1
-        return self._end(session, Completed(), "counted")
-
-    def _end(self, session: Session, answer: Completed | Aborted, counter: str) -> Effects:
-        self._count(session, counter)
-        self.slots.may_want_more = True
-        effects = self._answer(session, answer)
-        self.pipeline.give_place_up(session.id)
-        self.sessions.end(session, answer, self._keep_until(session))
-        if self._memory.holds(session.claim):
-            self._memory.release(session.claim)
-            effects.append(Drop(self.task, self.fence.seq, session.id))
-        return effects
-
-    def _count(self, session: Session, ending: str) -> None:
-        """Count an ending; in a rollout also whether it speaks for or against the candidate."""
-        self.counters[ending] += 1
-        if session.manifest == self.ledger.judged:
-            if ending == "counted":
-                self.counters[CANDIDATE_COUNTED] += 1
-            elif is_failure(ending):
-                self.counters[CANDIDATE_FAILED] += 1
-
-    def _keep_until(self, session: Session) -> float:
-        """Until then the client may ask for its answer: no later ticket of it is valid."""
-        until = keep_until(session.ticket.expires, self._terms(session), self._server)
-        return max(until, session.kept_until + self._server.heartbeat_s)
-
-    def free_waiting(self, now: float) -> Effects:
-        """While the TSA does not answer, complete uploads that wait for a buffer hold no memory."""
-        if self.phase is not TaskPhase.SERVING or not self._waits_for_tsa:
-            return []
-        waiting, self._overflow = self._overflow, deque()
-        effects: Effects = []
-        for session_id in waiting:
-            session = self.sessions.active.get(session_id)
-            if session is not None:
-                retry = self._wait_for_tsa(now, session)
-                effects += [*self._answer(session, retry), *self.drop_upload(session)]
-        return effects
-
-    def drop_upload(self, session: Session) -> Effects:
-        """Drop what was received of the upload; the client sends the chunks again later."""
-        session.upload = None
-        self.sessions.refile(session)
-        self._memory.release(session.claim)
-        return [Drop(self.task, self.fence.seq, session.id)]
-
-    def _answer(
-        self, session: Session, answer: Completed | Aborted | Incomplete | Retry
-    ) -> Effects:
-        effects: Effects = [Reply(handle, answer) for handle in session.answer_to]
-        session.answer_to = []
-        return effects
-
-    def _abort_expired(self, now: float) -> Effects:
-        effects: Effects = []
-        for session in self.sessions.expired(now):
-            is_silent = session.seen_at + self._server.dead_after_s <= now
-            effects += self._abort(session, "silent" if is_silent else "timed_out")
-        return effects
-
-    def _abort_outdated(self) -> Effects:
-        """Paper: "After every server model update, the aggregator aborts clients whose staleness
-        is larger than a configurable parameter, maximum staleness."
-        """
-        oldest = self.ledger.oldest_allowed(self.pipeline.max_staleness)
-        effects: Effects = []
-        for session in list(self.sessions.active.values()) if self.pipeline.is_over else ():
-            effects += self._abort(session, "task_over")
-        for session in self.sessions.training_from(range(oldest)):
-            effects += self._abort(session, self.revisions.why_outdated(session.ticket) or "stale")
-        return effects
-
-    def _end_round(self) -> Effects:
-        """SyncFL: "users that are still training are aborted"."""
-        effects: Effects = []
-        is_in = self.pipeline.current.has
-        for session in [s for s in self.sessions.active.values() if not is_in(s.id)]:
-            end = self._discard if session.is_complete else self._abort
-            effects += end(session, "round_over")
-        return effects
-
-    # -- revisions --------------------------------------------------------------------------
-
-    def _terms(self, session: Session) -> TaskConfig:
-        """The settings under which the client joined."""
-        return self.revisions.terms(session.manifest)
-
-    def _offers_for(self, session: Session) -> Offers | None:
-        """Offers under the public parameters that the client has agreed to."""
-        return None if self.offers is None else self.offers.under(self._terms(session))
-
-    def _may_open(self, manifest: bytes) -> bool:
-        """May an update be the first in a buffer? Under an earlier manifest of a secure or private
-        task, only if there are enough clients to fill the buffer.
-        """
-        if not self.pipeline.is_bound or manifest == self.pipeline.manifest:
-            return True
-        return len(self._in_flight(manifest)) >= self.ledger.terms[manifest].aggregation_goal
-
-    def _in_flight(self, manifest: bytes) -> list[Session]:
-        """Clients under this manifest whose updates have no place in a buffer yet."""
-        return [
-            session
-            for session in self.sessions.active.values()
-            if session.manifest == manifest and not self.pipeline.holds(session.id)
-        ]
-
-    def _end_revised(self, now: float) -> Effects:
-        """In a secure or private task, give up the buffers of earlier manifests that can no longer
-        be filled, and end the sessions of clients whose updates fit into no buffer.
-        """
-        if not self.pipeline.is_bound or (
-            now < self.slots.adopts_until and self.slots.expected > 0
-        ):
-            return []  # clients of the previous holder may still come
-        effects: Effects = []
-        for manifest, ends in list(self.revisions.served.items()):
-            effects += self._end_manifest(now, manifest, is_over=now >= ends)
-        return effects + self.pipeline.pump(now)
-
-    def _end_manifest(self, now: float, manifest: bytes, *, is_over: bool) -> Effects:
-        waiting = self._in_flight(manifest)
-        left = 0 if is_over else len(waiting)
-        unfilled = self.pipeline.unfilled(manifest)
-        for buffer in unfilled:
-            missing = buffer.goal - buffer.taken
-            if missing > left:
-                self.pipeline.give_up(now, [buffer], REVISED)
-            else:
-                left -= missing
-        if self.pipeline.unfilled(manifest) or left >= self.ledger.terms[manifest].aggregation_goal:
-            return []
-        del self.revisions.served[manifest]
-        if self.offers is not None:
-            self.offers.forget(manifest)
-        effects: Effects = []
-        for session in waiting:
-            end = self._discard if session.is_complete else self._abort
-            effects += end(session, "revised")
-        return effects
-
-    # -- updates ----------------------------------------------------------------------------
-
-    def _place(self, session: Session) -> Effects:
-        """Fold a complete upload into a buffer, or queue it until one has room."""
-        manifest = session.manifest
-        if not self.revisions.may_go_on(manifest):
-            return self._discard(session, "revised")
-        if not regime.accepts(self.config, session.version, self.ledger.version + 1):
-            return self._discard(
-                session, self.revisions.unless_revised(session.ticket, "round_over")
-            )
-        if self.pipeline.is_past(session.seed_group):
-            return self._discard(
-                session, self.revisions.unless_revised(session.ticket, "seed_refused")
-            )
-        if self.pipeline.is_counted(session.pseudonym, manifest, session.seed_group):
-            return self._discard(session, "already_counted")
-        fold = self.pipeline.place(
-            session.as_member(self._keep_until(session)),
-            manifest,
-            session.sealed_seed,
-            session.seed_group,
-            may_open=self._may_open(manifest),
-        )
-        if fold is not None:
-            return [fold]
-        self._overflow.append(session.id)
-        return []
-
-    def _place_overflow(self) -> Effects:
-        effects: Effects = []
-        if not self._overflow:
-            return effects
-        waiting, self._overflow = self._overflow, deque()
-        for session_id in waiting:
-            session = self.sessions.active.get(session_id)
-            if session is not None:
-                effects += self._place(session)
-        return effects
-
-    def on_folded(self, now: float, message: Folded) -> Effects:
-        session = self.sessions.active.get(message.session)
-        if session is None or not self.pipeline.knows(message):
-            return []
-        # An update that is kept for its rule stays in memory until it is durable.
-        if message.refused is not None or not self.pipeline.keeps_members:
-            self._memory.release(session.claim)
-        if message.is_unanswered:
-            return self._on_unanswered(now, session, message)
-        if message.refused is not None:
-            effects = self._on_refused(session, message, message.refused)
-            return effects + self.pipeline.pump(now) + self._refill_offers(now)
-        buffer = self.pipeline.fold(now, message)
-        effects = []
-        if self.pipeline.acknowledges_folded:
-            effects += self._acknowledge(session)
-        if buffer.is_full and regime.ends_round_when_full(self.config):
-            effects += self._end_round()
-        return effects + self.pipeline.pump(now)
-
-    def _on_refused(self, session: Session, message: Folded, reason: DiscardReason) -> Effects:
-        group = self.pipeline.refuse(message)
-        if group is not None and group != session.seed_group:
-            session.seed_group = group
-            return self._request_again(session) + self._place_overflow()
-        if (offers := self._offers_for(session)) is not None:
-            offers.on_refused(reason, session.offer)
-            if reason in ("seed_refused", "trusted_party_lost"):
-                reason = self.revisions.unless_revised(session.ticket, reason)
-        session.upload = None
-        return self._discard(session, reason) + self._place_overflow()
-
     # -- the TSA ----------------------------------------------------------------------------
-
-    @property
-    def _waits_for_tsa(self) -> bool:
-        """The TSA is away or fails. What it holds is not lost, so updates wait for it."""
-        return self.offers is not None and (self.offers.current.is_away or self.pipeline.is_failing)
 
     @property
     def tsa_problem(self) -> str:
@@ -1045,27 +788,6 @@ class HeldTask:
             return ""
         return _FAILING if self.pipeline.is_failing else self.offers.current.problem
 
-    def _wait_for_tsa(self, now: float, session: Session) -> Retry:
-        """The client is not at fault: keep its session long enough for a whole upload."""
-        keep_s = session.keep(now, self.config.upload_timeout_s)
-        after_s = self._server.heartbeat_s / 4 if self._waits_for_tsa else _BUSY_RETRY_S
-        # With this ticket, a successor keeps the session until the same time.
-        ticket = replace(session.upload_ticket or session.ticket, kept_until=session.kept_until)
-        return Retry("waiting for the TSA", after_s, keep_s, self._keyring.seal(ticket))
-
-    def _on_unanswered(self, now: float, session: Session, message: Folded) -> Effects:
-        """The TSA did not answer. It may have taken the seed into this group, where only a member
-        of this buffer can use it: keep its place, and ask the client for the bytes again later.
-        """
-        assert self.offers is not None
-        self.offers.current.on_unanswered()
-        self.pipeline.postpone(message)
-        session.seed_group = message.target
-        session.seen_at = now  # the server kept the client waiting
-        retry = self._wait_for_tsa(now, session)
-        effects = [*self._answer(session, retry), *self.drop_upload(session)]
-        return effects + self._refill_offers(now)
-
     def on_offered(self, now: float, message: Offered) -> Effects:
         if self.offers is None:
             return []
@@ -1073,7 +795,7 @@ class HeldTask:
         self.offers.on_offered(now, message, self.pipeline)
         if self.phase is not TaskPhase.SERVING:
             return []
-        return [*self.pipeline.pump(now), *self._refill_offers(now)]
+        return [*self.pipeline.pump(now), *self.queue.refill_offers(now)]
 
     # -- storage ----------------------------------------------------------------------------
 
@@ -1086,7 +808,7 @@ class HeldTask:
             if session_id in active:
                 self._memory.release(active[session_id].claim)
         if self.pipeline.current.is_full and regime.ends_round_when_full(self.config):
-            effects += self._end_round()
+            effects += self.endings.end_round()
         return effects
 
     def on_stepped(self, now: float, message: Stepped) -> Effects:
@@ -1099,7 +821,7 @@ class HeldTask:
             self.counters[what] += 1
         if message.dropped == UNREACHABLE and self.offers is not None:
             self.offers.current.on_unanswered()
-            effects = self._refill_offers(now)
+            effects = self.queue.refill_offers(now)
         return effects
 
     def on_step_failed(self, message: StepFailed) -> Effects:
@@ -1129,13 +851,13 @@ class HeldTask:
         for session_id in durable:
             session = self.sessions.active.get(session_id)
             if session is not None:
-                effects += self._acknowledge(session)
+                effects += self.endings.acknowledge(session)
         if has_advanced:
             self.counters["versions"] += 1
             self._events.versions(self.ledger, has_served=True)
             self.slots.may_want_more = True
-            effects += [*self._abort_outdated(), *self._end_revised(now)]
-            effects += [*self.revisions.forget(now), *self._place_overflow()]
+            effects += [*self.endings.abort_outdated(), *self.queue.end_revised(now)]
+            effects += [*self.revisions.forget(now), *self.queue.place_waiting()]
         return effects + self.pipeline.pump(now)
 
     # -- time -------------------------------------------------------------------------------
@@ -1146,7 +868,7 @@ class HeldTask:
         """
         if self.sessions.next_deadline() > now:
             return False
-        if self.offers is not None or self.pipeline.is_bound or self._overflow:
+        if self.offers is not None or self.pipeline.is_bound or self.queue.waiting:
             return True
         if self.pipeline.next_wake() <= now or self.sessions.has_expired(now):
             return True
@@ -1156,17 +878,12 @@ class HeldTask:
     def wake(self, now: float) -> Effects:
         self._swept_at = now
         return [
-            *self._abort_expired(now),
-            *self._end_revised(now),
-            *self._place_overflow(),
-            *self._refill_offers(now),
+            *self.endings.abort_expired(now),
+            *self.queue.end_revised(now),
+            *self.queue.place_waiting(),
+            *self.queue.refill_offers(now),
             *self.pipeline.pump(now),
         ]
-
-    def _refill_offers(self, now: float) -> Effects:
-        if self.offers is None or self.pipeline.is_over:
-            return []
-        return self.offers.refill(now, self.pipeline)
 
     def next_wake(self) -> float:
         if self.phase is not TaskPhase.SERVING:

@@ -345,7 +345,7 @@ def _read_task(families: _TaskFamilies, held: HeldTask, now: float) -> None:
         if not counter.startswith(tuple(f"{kind}_" for kind in _REASONED)):
             help_ = f"Times at this holder: {counter}."
             families.counter(f"papaya_task_{counter}", help_, task, times)
-    families.staleness(task, held.staleness)
+    families.staleness(task, held.endings.staleness)
 
 
 class _TaskFamilies:

@@ -37,7 +37,7 @@ def test_staleness_is_the_versions_made_since_the_join(updates: int) -> None:
         make_version(world, node)
     assert phone.upload_for_good(1) == Completed()
     assert staleness_of(world, phone) == updates
-    assert node.held().staleness[updates] >= 1
+    assert node.held().endings.staleness[updates] >= 1
 
 
 def test_staleness_is_frozen_when_the_report_arrives() -> None:
