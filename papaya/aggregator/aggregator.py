@@ -206,7 +206,7 @@ class Aggregator:
             return False
         if held.must_wake(now):
             return False
-        return held.touch(now, heartbeat.ticket, claim)
+        return held.participants.touch(now, heartbeat.ticket, claim)
 
     def _on_request(self, now: float, request: Ticketed, reply_to: Handle) -> Effects:
         try:
@@ -219,8 +219,8 @@ class Aggregator:
             reason = "this aggregator does not hold the task" if held is None else held.phase.value
             return [Reply(reply_to, Retry(reason, after_s, elsewhere=True))]
         if held.must_wake(now):
-            return held.wake(now) + held.answer(now, request, claim, reply_to)
-        return held.answer(now, request, claim, reply_to)
+            return held.wake(now) + held.requests.answer(now, request, claim, reply_to)
+        return held.requests.answer(now, request, claim, reply_to)
 
     def _on_work(
         self,
@@ -415,9 +415,9 @@ class Aggregator:
 
     def _load(self, now: float) -> float:
         """Share of the memory in use, plus what was turned away since the last heartbeat."""
-        turned_away = sum(held.turned_away_bytes for held in self.tasks.values())
+        turned_away = sum(held.requests.turned_away_bytes for held in self.tasks.values())
         for held in self.tasks.values():
-            held.turned_away_bytes = 0
+            held.requests.turned_away_bytes = 0
         return self._memory.used(now) + turned_away / self._memory.total_bytes
 
     def _finish(self, now: float, effects: Effects) -> Effects:

@@ -143,6 +143,30 @@ class Session:
             self.pseudonym,
         )
 
+    def as_session_ticket(self) -> SessionTicket:
+        """The ticket from the join, for a client that has lost it."""
+        return SessionTicket(*self._fields, pseudonym=self.pseudonym, manifest=self.manifest)
+
+    def as_upload_ticket(
+        self, *, staleness: int, examples: int, upload_by: float, offer: int
+    ) -> UploadTicket:
+        """The ticket for the client's report."""
+        return UploadTicket(
+            *self._fields,
+            staleness=staleness,
+            examples=examples,
+            upload_by=upload_by,
+            offer=offer,
+            pseudonym=self.pseudonym,
+            manifest=self.manifest,
+        )
+
+    @property
+    def _fields(self) -> tuple[str, str, int, int, str, float]:
+        """What every ticket of the session says."""
+        own = self.ticket
+        return own.task, own.session, own.seq, own.version, own.parameters, own.expires
+
     def await_answer(self, reply_to: Handle) -> Effects:
         """Answer after the commit. Only the last few requests of a client are kept."""
         self.answer_to.append(reply_to)

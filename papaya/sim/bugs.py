@@ -20,7 +20,9 @@ from papaya.aggregator.leases import Promises
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.masked_sum import TsaError
 from papaya.aggregator.offers import Offers
+from papaya.aggregator.participants import Participants
 from papaya.aggregator.pipeline import Buffer, Pipeline
+from papaya.aggregator.requests import Requests
 from papaya.aggregator.revisions import Revisions
 from papaya.aggregator.sessions import Session
 from papaya.aggregator.shards import NewBlobs, Shards, TakeLock, _BufferUpdates
@@ -122,8 +124,8 @@ def _open_unchecked(self: Keyring, sealed: bytes, kind: type) -> AnyTicket:
     return claim_of(sealed)
 
 
-def _staleness_from_next(self: HeldTask, session: Session) -> int:
-    return max(0, self.ledger.version - session.version - 1)
+def _staleness_from_next(self: Requests, session: Session) -> int:
+    return max(0, self._ledger.version - session.version - 1)
 
 
 def _write_without_sync(self: SimulatedAggregatorHost, blobs: NewBlobs) -> None:
@@ -309,13 +311,13 @@ def _of_a_member_twice(record: RecordRow, lock: TakeLock) -> _BufferUpdates:
     )
 
 
-def _spare_revoked(self: HeldTask) -> Effects:
-    key = self.ledger.pseudonym_key
-    self._revoked = frozenset(pseudonym_of(device, key) for device in self._revoked_devices)
+def _spare_revoked(self: Participants) -> Effects:
+    key = self._ledger.pseudonym_key
+    self.revoked = frozenset(pseudonym_of(device, key) for device in self.revoked_devices)
     return []
 
 
-def _trust_revoked(self: HeldTask, session: SessionId) -> bool:
+def _trust_revoked(self: Participants, session: SessionId) -> bool:
     return False
 
 
@@ -494,7 +496,7 @@ BUGS: dict[str, Bug] = {
     ),
     "staleness-from-the-wrong-version": Bug(
         "staleness is one version too low",
-        ((HeldTask, "_staleness", _staleness_from_next),),
+        ((Requests, "_staleness", _staleness_from_next),),
     ),
     "fsync-forgotten": Bug(
         "blobs are written without fsync",
@@ -599,8 +601,8 @@ BUGS: dict[str, Bug] = {
     "revoked-sessions-go-on": Bug(
         "a device that is revoked may finish its session",
         (
-            (HeldTask, "_end_revoked", _spare_revoked),
-            (HeldTask, "_is_revoked", _trust_revoked),
+            (Participants, "end_revoked", _spare_revoked),
+            (Participants, "is_revoked", _trust_revoked),
         ),
     ),
     "leader-not-logged": Bug(
