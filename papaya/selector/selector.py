@@ -14,16 +14,12 @@ A device whose token identifies it holds one check-in at a time, and at most
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
-from heapq import nlargest
-from typing import TypeAlias
 
 from msgspec.structs import replace
 
 from papaya.config import Requirements, ServerConfig
-from papaya.config.versions import is_at_least, version_number
 from papaya.errors import InvariantError, ProtocolError, TicketError
 from papaya.machine import Effects, Forward, Handle, Reply, Send
 from papaya.messages.base import (
@@ -35,204 +31,29 @@ from papaya.messages.base import (
     SessionId,
     TaskId,
 )
-from papaya.messages.control import (
-    Advertised,
-    Assignment,
-    Drain,
-    Held,
-    Route,
-    SelectorOrders,
-    SelectorReport,
-)
+from papaya.messages.control import Advertised, Assignment, Drain, SelectorOrders, SelectorReport
 from papaya.messages.participation import Aborted, Join, Refused, Retry, Ticketed
 from papaya.messages.selection import (
     MAX_LACKS,
     Accepted,
-    Capabilities,
     CheckIn,
     DeviceClass,
     Gone,
     IdentifiedCheckIn,
     Lack,
     Rejected,
-    refused,
 )
 from papaya.messages.storage import Revoked
-from papaya.messages.tickets import AnyTicket, AssignmentTicket, Keyring, claim_of, pseudonym_of
+from papaya.messages.tickets import AssignmentTicket, Keyring, claim_of, pseudonym_of
+from papaya.selector.assignment_map import AssignmentMap
+from papaya.selector.device_classes import Distinctions, lacks_for
+from papaya.selector.held_check_ins import HeldCheckIn, HeldCheckIns
+from papaya.selector.pacing import Pacing
 
 MAX_OPEN_ASSIGNMENTS = 2
 
 _REVOKED = Refused("this device was revoked", "ask the operator of the servers")
-_UNSIGNED = ("trust_policy", "frozen", "engine_version", "upload_bits")
-_MAX_REPORTED_CLASSES = 256
-_MAX_CACHED_CLASSES = 64
-# A selector never paces check-ins below this rate: it costs nothing, and keeps a small fleet close
-# by for the next task.
-_MIN_PACE_PER_S = 1.0
 _STOPPING_RETRY_S = 1.0
-
-
-class Distinctions:
-    """Sorts devices into classes (paper: "summarizes current client availability").
-
-    Only properties that some advertised task requires are kept. So the number of classes, and with
-    it the length of reports, depends on the tasks and not on what devices say about themselves.
-    """
-
-    def __init__(self, advertised: tuple[Advertised, ...] = ()) -> None:
-        wanted = [offer.requirements for offer in advertised]
-        self._tasks = frozenset(offer.task for offer in advertised)
-        self._engines = frozenset(need.engine for need in wanted)
-        versions = {need.engine_version for need in wanted if need.engine_version}
-        self._engine_versions = sorted(versions, key=version_number)
-        self._modules = frozenset(need.module for need in wanted)
-        self._owners = frozenset(need.owner for need in wanted)
-        candidates = [(o.task, o.candidate.requirements) for o in advertised if o.candidate]
-        self._bundles = frozenset(
-            refused(task, needs.bundle)
-            for task, needs in [*((o.task, o.requirements) for o in advertised), *candidates]
-            if needs.bundle
-        )
-        self._labels = frozenset(label for need in wanted for label in need.labels)
-        self._has_secure = any(offer.is_secure for offer in advertised)
-        self._has_few_bits = any(need.upload_bits < 32 for need in wanted)
-        self._memory_mb = sorted({0} | {need.min_memory_mb for need in wanted})
-        self._cache: dict[tuple[Capabilities, tuple[str, ...]], DeviceClass] = {}
-
-    def class_of(self, check_in: CheckIn) -> DeviceClass:
-        """Equal for devices that no advertised task distinguishes."""
-        description = (check_in.capabilities, check_in.excluded)
-        found = self._cache.get(description)
-        if found is None:
-            if len(self._cache) >= _MAX_CACHED_CLASSES:
-                self._cache.clear()
-            found = self._cache[description] = self._classify(check_in)
-        return found
-
-    def _classify(self, check_in: CheckIn) -> DeviceClass:
-        device = check_in.capabilities
-        enough = bisect_right(self._memory_mb, device.memory_mb) - 1
-        reached = [v for v in self._engine_versions if is_at_least(device.engine_version, v)]
-        capabilities = Capabilities(
-            engine=device.engine if device.engine in self._engines else "",
-            modules=tuple(sorted(m for m in device.modules if m in self._modules)),
-            memory_mb=self._memory_mb[enough],
-            labels=tuple(sorted(label for label in device.labels if label in self._labels)),
-            owners=tuple(sorted(owner for owner in device.owners if owner in self._owners)),
-            trust_policy=device.trust_policy or not self._has_secure,
-            engine_version=reached[-1] if reached else "",
-            upload_bits=next(b for b in (8, 16, 32) if device.upload_bits <= b)
-            if self._has_few_bits
-            else 32,
-        )
-        known = self._tasks | self._bundles
-        excluded = tuple(sorted(task for task in check_in.excluded if task in known))
-        return DeviceClass(capabilities, excluded)
-
-
-def lacks_for(offer: Advertised, device: DeviceClass, *, is_wanting: bool) -> list[Lack]:
-    """What keeps a device out of this task, if it has pinned the owner. Without an owner: the one
-    thing that a device with the task's file lacks. Leaves out what the device excludes.
-    """
-    needs, declared = offer.requirements, device.capabilities
-    if offer.task in device.excluded or (
-        needs.bundle and refused(offer.task, needs.bundle) in device.excluded
-    ):
-        return []
-    if needs.owner is None:
-        file = (needs.module or "").partition(".")[0]
-        has_file = not file or any(module.partition(".")[0] == file for module in declared.modules)
-        may_know = is_wanting and has_file
-    else:
-        may_know = needs.owner in declared.owners
-    if not may_know:
-        return []
-    found: list[tuple[str, str]] = []
-    if needs.engine not in (None, declared.engine):
-        found.append(("engine", needs.engine or ""))
-    elif not is_at_least(declared.engine_version, needs.engine_version):
-        found.append(("engine_version", f"{needs.engine} ≥ {needs.engine_version}"))
-    if needs.min_memory_mb > declared.memory_mb:
-        found.append(("memory", str(needs.min_memory_mb)))
-    if needs.upload_bits < declared.upload_bits:
-        found.append(("upload_bits", str(needs.upload_bits)))
-    found += [("label", label) for label in needs.labels if label not in declared.labels]
-    if offer.is_secure and not declared.trust_policy:
-        found.append(("trust_policy", ""))
-    if needs.owner is None and needs.module is not None and needs.module not in declared.modules:
-        found.append(("frozen", ""))
-    if needs.owner is None and (len(found) != 1 or found[0][0] not in _UNSIGNED):
-        return []
-    if not found and not is_wanting:
-        found.append(("no_demand", ""))
-    return [Lack(offer.task, code, need) for code, need in found]
-
-
-class Pacing:
-    """Pace steering: chooses when a rejected device should check in again.
-
-    The selector only sees arrivals. By Little's law, the number of devices that it steers is about
-    arrivals per second x the window that it gives them. So the window that brings the wanted rate
-    is the current window x measured rate ÷ wanted rate. It changes by at most a factor of two per
-    heartbeat, because devices follow a new window only when the old one is over.
-    """
-
-    def __init__(self, now: float, config: ServerConfig) -> None:
-        self._config = config
-        self._since = now
-        self._arrivals = 0
-        # Check-ins per second in the last heartbeat.
-        self.measured_per_s = 0.0
-        self.mean_s = config.min_retry_s
-
-    def arrived(self) -> None:
-        self._arrivals += 1
-
-    def adjust(self, now: float, wanted_per_s: float) -> None:
-        """Call it once per heartbeat."""
-        if now <= self._since:
-            return
-        self.measured_per_s = self._arrivals / (now - self._since)
-        self._since, self._arrivals = now, 0
-        ratio = self.measured_per_s / max(wanted_per_s, _MIN_PACE_PER_S)
-        mean_s = self.mean_s * min(2.0, max(0.5, ratio))
-        self.mean_s = min(self._config.max_retry_s, max(self._config.min_retry_s, mean_s))
-
-    def window(self) -> tuple[float, float]:
-        """A range of seconds, so that devices rejected together do not return together."""
-        return 0.5 * self.mean_s, 1.5 * self.mean_s
-
-
-class AssignmentMap:
-    """Which aggregator holds which task (paper, appendix "Failure Recovery").
-
-    "Client requests are routed by selectors using assignment maps (model training task to
-    corresponding aggregator identity) refreshed from coordinator on every report. Upon [...]
-    selector having stale assignment map clients retry through a different selector."
-
-    The map may be stale or incomplete. It only routes: tickets and fence rows decide.
-    """
-
-    def __init__(self) -> None:
-        self._routes: dict[TaskId, Route] = {}
-        self._over: frozenset[TaskId] = frozenset()
-
-    def replace(self, routes: tuple[Route, ...], over: tuple[TaskId, ...]) -> None:
-        self._routes = {route.task: route for route in routes}
-        self._over = frozenset(over)
-
-    def is_over(self, task: TaskId) -> bool:
-        """The task has ended, so its clients should stop asking for its holder."""
-        return task in self._over
-
-    def route(self, ticket: AnyTicket) -> NodeId | None:
-        """Where a request goes; None if the task is over, if no holder is known, or if the ticket
-        is newer than the map.
-        """
-        route = self._routes.get(ticket.task)
-        if route is None or ticket.seq > route.seq or ticket.task in self._over:
-            return None
-        return route.aggregator
 
 
 class OpenAssignments:
@@ -266,25 +87,6 @@ class OpenAssignments:
         return session in self._given
 
 
-class HeldCheckIn:
-    """A device that waits for an assignment. `device` is empty without an identity."""
-
-    __slots__ = ("deadline", "device", "device_class", "handle")
-
-    def __init__(
-        self, deadline: float, device_class: DeviceClass, handle: Handle, device: str
-    ) -> None:
-        self.deadline = deadline
-        self.device_class = device_class
-        self.handle = handle
-        self.device = device
-
-
-# Held check-ins by their handle, oldest first. Not a dict: finding the first entry of a dict takes
-# time in proportion to the entries that were removed before it.
-Queue: TypeAlias = OrderedDict[Handle, HeldCheckIn]
-
-
 class Selector:
     """Invariants: held <= max_held, and one per identity; a held device is answered once, within
     about hold_s.
@@ -306,12 +108,9 @@ class Selector:
         self._keyring = keyring
         self._coordinators = tuple(coordinators)
 
-        # Held check-ins: all of them, by device class, and their number.
-        self._in_order: Queue = OrderedDict()
-        self._held: dict[DeviceClass, Queue] = {}
-        self.held_count = 0
-        # Devices with an identity: the held check-in, open assignments, and who is revoked.
-        self._held_by_device: dict[str, HeldCheckIn] = {}
+        # Check-ins that wait for an assignment.
+        self.held = HeldCheckIns()
+        # Devices with an identity: open assignments, and who is revoked.
         self._open = OpenAssignments()
         self._revoked: frozenset[str] = frozenset()
 
@@ -380,10 +179,9 @@ class Selector:
         # Without calls of `min`: the driver asks after every event.
         due = self._next_beat if self._next_beat < self._report_due else self._report_due
         sweep = self._expired_at + self._config.held_report_interval_s
-        if sweep >= due or not self._in_order:
+        if sweep >= due or not self.held.in_order:
             return due
-        deadline = self._oldest(self._in_order).deadline
-        return min(due, max(deadline, sweep))
+        return min(due, max(self.held.next_deadline(), sweep))
 
     @property
     def check_ins_per_s(self) -> float:
@@ -391,28 +189,23 @@ class Selector:
         return self._pacing.measured_per_s
 
     def check(self) -> None:
-        waiting = len(self._in_order)
-        by_class = sum(len(queue) for queue in self._held.values())
-        if not waiting == by_class == self.held_count or waiting > self._config.max_held:
+        self.held.check()
+        if len(self.held) > self._config.max_held:
             raise InvariantError(
-                f"{self.node}: {waiting} held check-ins, {by_class} by class, held_count is "
-                f"{self.held_count}, max_held is {self._config.max_held}"
+                f"{self.node}: {len(self.held)} held check-ins, max_held is {self._config.max_held}"
             )
-        for device, waiting_check_in in self._held_by_device.items():
-            if waiting_check_in.handle not in self._in_order:
-                raise InvariantError(f"{self.node}: {device} is held and not in order")
 
     # -- selection --------------------------------------------------------------------------
 
     def _on_identified(self, now: float, message: IdentifiedCheckIn, reply_to: Handle) -> Effects:
         """A check-in ends an earlier one of the same device."""
         device = message.device
-        earlier = self._held_by_device.get(device)
+        earlier = self.held.of_device(device)
         if earlier is not None and earlier.handle == reply_to:
             return []  # a duplicate of a request that is already held
         effects: Effects = []
         if earlier is not None:
-            self._let_go(earlier)
+            self.held.let_go(earlier)
             replaced = Retry("replaced by a newer check-in of this device", 0.0)
             effects.append(Reply(earlier.handle, replaced))
         if device in self._revoked:
@@ -427,9 +220,9 @@ class Selector:
         self._revoked = frozenset(message.devices)
         effects: Effects = []
         for device in message.devices:
-            waiting = self._held_by_device.get(device)
+            waiting = self.held.of_device(device)
             if waiting is not None:
-                self._let_go(waiting)
+                self.held.let_go(waiting)
                 effects.append(Reply(waiting.handle, _REVOKED))
                 self._report_within(now, self._config.held_report_interval_s)
         return effects
@@ -443,7 +236,7 @@ class Selector:
             return [Reply(reply_to, Refused(reason, "update the client"))]
         if check_in.protocol < SIGNED_TASKS_SINCE:
             check_in = replace(check_in, capabilities=replace(check_in.capabilities, owners=()))
-        if reply_to in self._in_order:
+        if reply_to in self.held.in_order:
             return []  # a duplicate of a request that is already held
         self._pacing.arrived()
         if self._draining is not None:
@@ -455,26 +248,20 @@ class Selector:
         if not self._is_welcome(device_class):
             reason = self._why_unwelcome(check_in)
             return [self._reject(now, reply_to, reason, self._lacks(check_in))]
-        if self.held_count >= self._config.max_held:
+        if len(self.held) >= self._config.max_held:
             return [self._reject(now, reply_to, "too many devices are waiting")]
         waiting = HeldCheckIn(now + self._config.hold_s, device_class, reply_to, device)
-        self._in_order[reply_to] = waiting
-        if device:
-            self._held_by_device[device] = waiting
-        self.held_count += 1
-        queue = self._held.get(device_class)
-        if queue is None:
-            self._held[device_class] = OrderedDict(((reply_to, waiting),))
-            self._report_within(now, self._config.min_report_interval_s)
-        else:
-            queue[reply_to] = waiting
-            self._report_within(now, self._config.held_report_interval_s)
+        is_first = self.held.add(waiting)
+        config = self._config
+        self._report_within(
+            now, config.min_report_interval_s if is_first else config.held_report_interval_s
+        )
         return self._report_if_due(now)
 
     def _on_gone(self, now: float, handle: Handle) -> Effects:
-        waiting = self._in_order.get(handle)
+        waiting = self.held.in_order.get(handle)
         if waiting is not None:
-            self._let_go(waiting)
+            self.held.let_go(waiting)
             self._report_within(now, self._config.held_report_interval_s)
         return []
 
@@ -531,8 +318,8 @@ class Selector:
         """Answer every held check-in, and tell the leader that none is held."""
         self._draining = drain
         effects: Effects = []
-        for waiting in list(self._in_order.values()):
-            self._let_go(waiting)
+        for waiting in list(self.held.in_order.values()):
+            self.held.let_go(waiting)
             effects.append(self._send_away(drain, waiting.handle))
         self._report_due = now
         return effects + self._report_if_due(now)
@@ -546,26 +333,10 @@ class Selector:
 
     def _expire(self, now: float) -> Effects:
         effects: Effects = []
-        while self._in_order and (waiting := self._oldest(self._in_order)).deadline <= now:
-            self._let_go(waiting)
+        for waiting in self.held.expired(now):
             effects.append(self._reject(now, waiting.handle, "no task needed this device in time"))
             self._report_within(now, self._config.held_report_interval_s)
         return effects
-
-    def _let_go(self, waiting: HeldCheckIn) -> None:
-        """Stop holding a check-in that is being answered, or whose device has hung up."""
-        del self._in_order[waiting.handle]
-        queue = self._held[waiting.device_class]
-        del queue[waiting.handle]
-        if not queue:
-            del self._held[waiting.device_class]
-        if waiting.device:
-            del self._held_by_device[waiting.device]
-        self.held_count -= 1
-
-    @staticmethod
-    def _oldest(queue: Queue) -> HeldCheckIn:
-        return next(iter(queue.values()))
 
     # -- orders and reports -----------------------------------------------------------------
 
@@ -623,13 +394,12 @@ class Selector:
             return effects  # too late: no client could confirm it in time
         offer = self._offers.get(assignment.task, Advertised(assignment.task, Requirements()))
         for session in assignment.sessions:
-            queue = self._held.get(assignment.device_class)
-            if not queue or self._map.is_over(assignment.task):
+            waiting = self.held.oldest_of(assignment.device_class)
+            if waiting is None or self._map.is_over(assignment.task):
                 self._unfilled[session] = (self._number + 1, assignment.confirm_by)
                 self._report_within(now, self._config.min_report_interval_s)
                 continue
-            waiting = self._oldest(queue)
-            self._let_go(waiting)
+            self.held.let_go(waiting)
             if waiting.device:
                 self._open.add(session, waiting.device, assignment.confirm_by)
             needs = offer.needs_of(waiting.device, assignment.device_class)
@@ -667,20 +437,13 @@ class Selector:
             number=self._number,
             epoch=0 if orders is None else orders.epoch,
             acked=0 if orders is None else orders.number,
-            held=self._summary(),
+            held=self.held.summary(),
             unfilled=tuple(self._unfilled),
             at=now,
             catalogue=0 if orders is None else orders.catalogue,
             check_ins_per_s=self.check_ins_per_s,
         )
         return [Send(coordinator, report) for coordinator in self._coordinators]
-
-    def _summary(self) -> tuple[Held, ...]:
-        """Held check-ins by class; only the largest classes if there are too many to report."""
-        held = [Held(kind, len(queue)) for kind, queue in self._held.items()]
-        if len(held) > _MAX_REPORTED_CLASSES:
-            held = nlargest(_MAX_REPORTED_CLASSES, held, key=lambda entry: entry.count)
-        return tuple(held)
 
     # -- participation ----------------------------------------------------------------------
 

@@ -261,7 +261,7 @@ class SelectorCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         help_ = "Devices that wait for a task."
-        held = self._selector.held_count
+        held = len(self._selector.held)
         yield GaugeMetricFamily("papaya_selector_held_check_ins", help_, held)
 
 

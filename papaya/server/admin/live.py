@@ -225,7 +225,7 @@ class RoleLive:
         if not isinstance(self._machine, Selector):
             return ()
         own = self._machine
-        return (SelectorStatus(own.node, 0.0, own.held_count, own.check_ins_per_s),)
+        return (SelectorStatus(own.node, 0.0, len(own.held), own.check_ins_per_s),)
 
     def clocks(self) -> tuple[ClockStatus, ...]:
         return ()

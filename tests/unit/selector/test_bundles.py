@@ -14,7 +14,7 @@ from papaya.messages.selection import (
     refused,
 )
 from papaya.messages.tickets import claim_of
-from papaya.selector.selector import Distinctions
+from papaya.selector.device_classes import Distinctions
 from tests.unit.selector.builders import BOOT, TASK, a_selector, advertised, assign, orders
 
 OWNER, OTHER = "a" * 32, "b" * 32
@@ -86,7 +86,7 @@ def test_a_device_of_an_earlier_protocol_gets_only_tasks_that_nobody_signed() ->
     assert type(rejection.message).__name__ == "Rejected"
     selector.receive(BOOT, orders(1, advertised=(advertised(),)))
     assert selector.receive(BOOT, before, "old phone") == [], "held for the other task"
-    assert selector.held_count == 1
+    assert len(selector.held) == 1
 
 
 def test_a_device_that_pinned_another_key_is_told_so_and_learns_no_name() -> None:

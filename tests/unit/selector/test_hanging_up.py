@@ -29,7 +29,7 @@ def test_a_device_that_hung_up_is_not_given_a_session() -> None:
     selector.receive(BOOT + 1, check_in(), gone)
     selector.receive(BOOT + 1, check_in(), stays)
     assert answers(selector.receive(BOOT + 2, Gone(), gone)) == {}
-    assert selector.held_count == 1
+    assert len(selector.held) == 1
     effects = selector.receive(BOOT + 3, orders(2, assignments=(assign("s1", "s2"),)))
     assert accepted(effects) == {stays: "s1"}
     selector.receive(BOOT + 4, Gone(), gone)
@@ -63,7 +63,7 @@ def test_a_hang_up_costs_the_same_whoever_else_is_held(place: int) -> None:
     for handle in handles:
         selector.receive(BOOT + 1, check_in(), handle)
     assert lines_run(lambda: selector.receive(BOOT + 2, Gone(), handles[place])) < 100
-    assert selector.held_count == 499
+    assert len(selector.held) == 499
 
 
 def lines_run(call: Callable[[], object]) -> int:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from papaya.config import ServerConfig
 from papaya.machine import Reply
 from papaya.messages.selection import Rejected
-from papaya.selector.selector import Pacing
+from papaya.selector.pacing import Pacing
 from tests.unit.selector.builders import BOOT, a_selector, an_open_selector, check_in, orders
 
 H = 10.0

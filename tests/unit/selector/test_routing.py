@@ -25,7 +25,8 @@ from papaya.messages.tickets import (
     SessionTicket,
     UploadTicket,
 )
-from papaya.selector.selector import AssignmentMap, Selector
+from papaya.selector.assignment_map import AssignmentMap
+from papaya.selector.selector import Selector
 from tests.unit.selector.builders import (
     BOOT,
     EPOCH,
