@@ -429,10 +429,11 @@ class Aggregator:
         if self._is_draining:
             effects += self._go_on_draining(now)
         for held in self.tasks.values():
-            is_news = held.slots.reported_demand > 0 and held.pipeline.has_all_updates
-            if held.slots.may_want_more:
-                held.slots.may_want_more = now < held.slots.adopts_until
-                is_news |= held.demand(now) > held.slots.promises.count
+            slots = held.slots
+            is_news = slots.reported_demand > 0 and held.pipeline.has_all_updates
+            if slots.may_want_more:
+                slots.may_want_more = now < slots.adopts_until
+                is_news |= held.demand(now) > slots.promises.count
             if is_news:
                 due = max(now, self._reported_at + self._config.min_report_interval_s)
                 self._report_due = min(self._report_due, due)
