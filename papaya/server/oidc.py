@@ -83,7 +83,7 @@ class OidcProvider:
                 leeway=_LEEWAY_S,
                 options={"require": ["exp", "iss", "aud"]},
             )
-        except jwt.PyJWTError as error:
+        except (jwt.PyJWTError, TypeError) as error:  # TypeError: `alg` is not that of the key
             logger.info("a token of the identity provider is refused: %s", type(error).__name__)
             return None
         return self._caller(claims)

@@ -169,6 +169,11 @@ def test_forged_signatures_are_refused(issuer: Issuer) -> None:
     mac = jwt.algorithms.HMACAlgorithm(jwt.algorithms.HMACAlgorithm.SHA256)
     signed = urlsafe_b64encode(mac.sign(f"{head}.{body}".encode(), pem)).rstrip(b"=").decode()
     assert verify(found, f"{head}.{body}.{signed}") is None
+    # A listed algorithm, with a key of the issuer that is for another one.
+    for algorithm, kid in (("RS256", "first"), ("ES256", "rsa")):
+        named = json.dumps({"alg": algorithm, "kid": kid}).encode()
+        head = urlsafe_b64encode(named).rstrip(b"=").decode()
+        assert verify(found, f"{head}.{body}.{signature}") is None
     # An algorithm that is not listed, although the key is the issuer's.
     assert verify(found, token(issuer, RSA, "rsa", "RS512")) is None
     assert verify(provider(issuer, algorithms=("RS256",)), token(issuer)) is None
