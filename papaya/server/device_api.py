@@ -241,7 +241,12 @@ class Door:
             if not exchange.is_open:
                 return
             if error is None:
-                send(fetched.result())
+                try:
+                    send(fetched.result())
+                except Exception as failure:  # no free file descriptor, for example
+                    refusal = as_refusal(failure)
+                    if exchange.is_open:
+                        exchange.answer_problem(refusal.status, str(refusal))
             elif isinstance(error, MissingBlob):
                 answer(exchange, Refused(_DELETED), NOT_FOUND)
             elif isinstance(error, OperatorError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -86,6 +88,16 @@ def test_a_store_that_does_not_answer_makes_devices_come_back(tmp_path: Path, wh
     assert ask(remote, f"/v1/{what}/{VERSION}").status == 404
     remote.fails = ZeroDivisionError()
     assert ask(remote, f"/v1/{what}/{VERSION}").status == 500
+
+
+def test_a_copy_that_cannot_be_opened_makes_devices_come_back(tmp_path: Path) -> None:
+    """As without free file descriptors. A device that gets no answer keeps its connection."""
+    remote = Remote(tmp_path)
+    (tmp_path / "copy").unlink()
+    os.mknod(tmp_path / "copy", stat.S_IFSOCK | 0o600)  # ENXIO, also for root
+    found = ask(remote, f"/v1/parameters/{VERSION}")
+    assert found.status == 500
+    assert isinstance(wire.to_device.parse(found.body), Retry)
 
 
 def test_a_url_is_given_for_public_blobs_and_must_not_be_cached(tmp_path: Path) -> None:
