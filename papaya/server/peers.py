@@ -38,7 +38,7 @@ from papaya.messages.control import (
 from papaya.messages.participation import Retry
 from papaya.messages.paths import PATHS
 from papaya.server.host import Host
-from papaya.server.replies import WaitingDevice
+from papaya.server.replies import WaitingDevice, is_for_devices
 
 logger = logging.getLogger("papaya.server")
 
@@ -152,7 +152,8 @@ class Peers:
                     address, "POST", MESSAGES_PATH, headers, body, _SEND_TIMEOUT_S
                 )
                 if response.status != TAKEN:
-                    self._refused(to, response)
+                    self.lost += 1
+                    self._complain(to, "messages", response)
         except (ProtocolError, HttpError, MisuseError, OSError, TimeoutError) as error:
             self.lost += 1 + len(queue)
             self._cannot_reach(to, error)
@@ -166,14 +167,21 @@ class Peers:
             raise ProtocolError(f"node {to!r} has an unknown role", hint="write role@host:port")
         return found
 
-    def _refused(self, to: NodeId, response: Response) -> None:
-        self.lost += 1
+    def pass_back(self, request: WaitingDevice, to: NodeId, response: Response) -> None:
+        """Send the answer of an aggregator to the device whose request was passed on."""
+        if is_for_devices(response):
+            request.pass_on(response)
+            return
+        self._complain(to, "requests", response)
+        request.answer(Retry("the aggregator refuses requests of this selector", self._retry_s))
+
+    def _complain(self, to: NodeId, what: str, response: Response) -> None:
         status = response.status
         if self._is_news(to, status):
             hint = _HINTS.get(status, "check its log, and compare the versions of both servers")
             answer = response.body[:_QUOTED].decode(errors="replace")
             logger.warning(
-                "%s refuses messages with status %d: %s (hint: %s)", to, status, answer, hint
+                "%s refuses %s with status %d: %s (hint: %s)", to, what, status, answer, hint
             )
 
     def _cannot_reach(self, to: NodeId, error: Exception) -> None:
@@ -208,13 +216,12 @@ class Peers:
                 wire.encode(message),
                 _RELAY_TIMEOUT_S,
             )
+            if request in self._relayed:
+                self.pass_back(request, to, response)
         except (ProtocolError, HttpError, MisuseError, OSError, TimeoutError) as error:
             self._cannot_reach(to, error)
             if request in self._relayed:
                 request.answer(Retry("the aggregator cannot be reached", self._retry_s))
-        else:
-            if request in self._relayed:
-                request.pass_on(response)
         finally:
             self._relayed.discard(request)
 

@@ -21,6 +21,7 @@ OK, NOT_MODIFIED = 200, 304
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, BUSY = 400, 401, 403, 404, 503
 # Temporary problems: the same request may succeed later.
 _PASSING = (408, 429, 500, 502, 503, 504)
+_FOR_DEVICES = (OK, BAD_REQUEST, FORBIDDEN, *_PASSING)
 
 
 class WaitingDevice:
@@ -40,13 +41,17 @@ class WaitingDevice:
         answer(self._exchange, message)
 
     def pass_on(self, response: Response) -> None:
-        pass_on(self._exchange, response)
+        """Send the answer of another server unchanged."""
+        after = response.headers.get("retry-after")
+        headers = (("Retry-After", after),) if after else ()
+        self._exchange.answer(response.status, response.body, headers)
 
 
-def pass_on(exchange: Exchange, response: Response) -> None:
-    """Send the answer of another server unchanged."""
-    after = response.headers.get("retry-after")
-    exchange.answer(response.status, response.body, (("Retry-After", after),) if after else ())
+def is_for_devices(response: Response) -> bool:
+    """Is it the answer to a device's request? Else the servers disagree, about their token for
+    example, and the device has done nothing wrong.
+    """
+    return response.status in _FOR_DEVICES
 
 
 def answer(exchange: Exchange, message: Message, status: int | None = None) -> None:

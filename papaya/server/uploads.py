@@ -20,6 +20,7 @@ from papaya.aggregator.work import Arriving, Growing
 from papaya.clock import Clock
 from papaya.config.server import MAX_CHUNK_BYTES
 from papaya.errors import ProtocolError
+from papaya.http.client_connection import Response
 from papaya.http.exchange import Exchange
 from papaya.http.relay import Relays
 from papaya.http.routes import Receiver, Streamed
@@ -32,7 +33,7 @@ from papaya.selector.selector import Selector
 from papaya.server.host import AggregatorHost
 from papaya.server.metrics import DriverMetrics
 from papaya.server.peers import Peers, address_of
-from papaya.server.replies import WaitingDevice, answer, pass_on
+from papaya.server.replies import WaitingDevice, answer
 
 _UPLOAD_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _INDEX = re.compile(r"0|[1-9][0-9]{0,3}")
@@ -156,7 +157,7 @@ class Uploads:
         host = self._aggregators().get(to)
         if host is None:
             self._bytes.labels("passed_on").inc(offer.length)
-            return self._pass_on(exchange, to)
+            return self._pass_on(exchange, to, waiting)
         return self._take_in(host, offer, crc32, waiting)
 
     def _destination(self, offer: ChunkOffer, waiting: WaitingDevice) -> NodeId | None:
@@ -189,12 +190,16 @@ class Uploads:
         self._bytes.labels("taken_in").inc(offer.length)
         return ArrivingChunk(host, owner, buffer, offer, crc32, waiting)
 
-    def _pass_on(self, exchange: Exchange, to: NodeId) -> Receiver:
+    def _pass_on(self, exchange: Exchange, to: NodeId, waiting: WaitingDevice) -> Receiver:
         head = exchange.head
         kept = ((name, head.headers[name]) for name in (TICKET_HEADER, CRC32_HEADER))
         headers = (*self._peers.headers, *kept)
+
+        def answered(exchange: Exchange, response: Response) -> None:
+            self._peers.pass_back(waiting, to, response)
+
         return self._relays.relay(
-            exchange, address_of(to), head.path, headers, _ANSWER_TIMEOUT_S, pass_on
+            exchange, address_of(to), head.path, headers, _ANSWER_TIMEOUT_S, answered
         )
 
 

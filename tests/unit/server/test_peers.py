@@ -9,16 +9,23 @@ from typing import cast, get_args
 
 import pytest
 
+from papaya.clock import Clock
 from papaya.http.exchange import Exchange
 from papaya.http.listener import serve
 from papaya.http.pool import ConnectionPool
 from papaya.http.routes import Buffered
+from papaya.machine import Effects, Forward
+from papaya.messages import wire
 from papaya.messages.base import Message
 from papaya.messages.control import Control
-from papaya.messages.participation import Alive, Heartbeat, Retry
-from papaya.messages.paths import PATHS
+from papaya.messages.participation import Alive, Heartbeat, Refused, Retry
+from papaya.messages.paths import CHUNK_PATH, CRC32_HEADER, PATHS, TICKET_HEADER
+from papaya.selector.selector import Selector
+from papaya.server.metrics import DriverMetrics
 from papaya.server.peers import MESSAGES_PATH, SENDERS, Peers
 from papaya.server.replies import WaitingDevice
+from papaya.server.uploads import Uploads
+from tests.unit.http.loopback import Client, a_client, a_request, run
 
 
 class Server:
@@ -133,3 +140,90 @@ def test_a_device_whose_request_was_passed_on_is_answered_when_the_process_stops
         assert waiting.answers == [Retry("this selector is stopping", 0.5)], "and only once"
 
     asyncio.run(run())
+
+
+class Router:
+    """A selector that sends every chunk to one aggregator."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+
+    def receive(self, now: float, offer: Message, request: WaitingDevice) -> Effects:
+        return [Forward(request, self._node, offer)]
+
+
+@asynccontextmanager
+async def a_selector_before(status: int, reason: Message) -> AsyncIterator[Client]:
+    """A client of a selector whose aggregator answers with this status and message."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r")[0]))
+        body = wire.encode(reason)
+        line = f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        writer.write(line.encode() + body)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as aggregator:
+        node = f"aggregator@127.0.0.1:{aggregator.sockets[0].getsockname()[1]}"
+        peers = Peers({"aggregator": ConnectionPool()}, ConnectionPool(), "token", 0.5)
+        router = cast(Selector, Router(node))
+        uploads = Uploads(Clock(), peers, router, dict, DriverMetrics())
+
+        def on_heartbeat(exchange: Exchange, body: bytes) -> None:
+            peers.forward(WaitingDevice(exchange), node, Heartbeat(b"ticket"))
+
+        heartbeats = Buffered("POST", PATHS[Heartbeat], on_heartbeat)
+        listening = await serve([heartbeats, uploads.route()], "127.0.0.1", 0)
+        try:
+            async with a_client(listening.port) as client:
+                yield client
+        finally:
+            await peers.close()
+            await listening.drain(0)
+
+
+A_HEARTBEAT = a_request("POST", PATHS[Heartbeat])
+A_CHUNK = a_request(
+    "PUT",
+    CHUNK_PATH.replace("{upload}", "u").replace("{index}", "0"),
+    b"chunk",
+    ((TICKET_HEADER, "dGlja2V0"), (CRC32_HEADER, "00000000")),
+)
+
+
+@pytest.mark.parametrize("request_", [A_HEARTBEAT, A_CHUNK], ids=["heartbeat", "chunk"])
+@pytest.mark.parametrize("status", [401, 404, 599])
+def test_a_device_is_not_refused_because_its_servers_disagree(
+    status: int, request_: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As during a rotation of server.token. `Refused` would end the visit and lose the training."""
+
+    async def main() -> None:
+        async with a_selector_before(status, Refused("the servers' token is missing")) as client:
+            client.send(request_)
+            found = await client.response()
+            assert found.status == 503
+            retry = wire.to_device.parse(found.body)
+            assert retry == Retry("the aggregator refuses requests of this selector", 0.5)
+
+    run(main())
+    assert f"refuses requests with status {status}" in caplog.text
+    assert ("server.token" in caplog.text) == (status == 401)
+
+
+@pytest.mark.parametrize("request_", [A_HEARTBEAT, A_CHUNK], ids=["heartbeat", "chunk"])
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(200, Alive()), (400, Refused("a")), (403, Refused("b")), (503, Retry("c", 1.0))],
+)
+def test_what_an_aggregator_answers_to_a_device_is_passed_on(
+    status: int, message: Message, request_: bytes
+) -> None:
+    async def main() -> None:
+        async with a_selector_before(status, message) as client:
+            client.send(request_)
+            found = await client.response()
+            assert (found.status, wire.to_device.parse(found.body)) == (status, message)
+
+    run(main())
