@@ -95,7 +95,8 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._left = 0  # bytes of the body still to come; in LINGER, bytes still tolerated
         self._requests = 0  # begun so far; tells the timeouts when a new one begins
         self._route = UNKNOWN_ROUTE  # of the present request, for the metrics
-        self._began_at = 0.0  # when its head was complete, for the metrics
+        # When its head was complete, for the metrics; before the first one, when it connected.
+        self._began_at = listener.loop.time()
         self._received = 0  # bytes so far, for the timeouts
         self._is_reading = True  # what the transport was told last
         self._is_scheduled = False  # the loop will call `_advance`

@@ -112,6 +112,32 @@ def test_connections_count_before_their_tls_handshake(loop: str, tls: Contexts) 
     run(main(), loop)
 
 
+def test_a_refused_connection_counts_as_answered_at_once() -> None:
+    """Not as a request that took as long as the machine is up."""
+
+    async def main() -> None:
+        times: list[tuple[int, float]] = []
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        listener = await serve(
+            WHO,
+            "127.0.0.1",
+            0,
+            limits=ListenerLimits(max_connections=1, linger_s=60),
+            observe=lambda route, status, seconds: times.append((status, seconds)),
+        )
+        with ExitStack() as stack:
+            silent(stack, listener, 1)
+            await until_accepted(listener, 1)
+            assert_told_to_wait(await ask(listener))
+        await listener.drain(0)
+        [(status, seconds)] = times
+        assert status == 503
+        assert 0 <= seconds <= loop.time() - began
+
+    run(main())
+
+
 @both_loops
 def test_a_handshake_that_does_not_end_in_time_gives_its_place_back(
     loop: str, tls: Contexts
