@@ -30,6 +30,7 @@ logger = logging.getLogger("papaya.server")
 _BACKLOG = 128
 _MAX_CONNECTIONS = 64  # the TSA takes as many
 _CONNECT_S = 3.0
+_PROBE_AFTER_S, _PROBE_EVERY_S, _PROBES = 60, 15, 4  # of a silent aggregator, by the kernel
 _SCRATCH_BYTES = 64 << 10
 _MAX_WARNINGS = 256
 _LOOK_AT_FILES_S = 10.0
@@ -87,6 +88,8 @@ class TsaGate:
                 f"cannot listen on {host}:{port}: {error.strerror}",
                 hint="give an address of this machine and a free port above 1023",
             ) from error
+        for listening in self._sockets:
+            _notice_dead_peers(listening)
         shown = f"[{host}]" if ":" in host else host
         return f"{TLS_SCHEME}{shown}:{self._sockets[0].getsockname()[1]}"
 
@@ -111,6 +114,16 @@ class TsaGate:
 
     def closed(self, pair: _Pair) -> None:
         self._pairs.discard(pair)
+
+
+def _notice_dead_peers(listening: socket.socket) -> None:
+    """Accepted connections inherit it. Aggregators may be silent for long, so there is no timeout:
+    the kernel asks, and ends the connections of machines that are gone.
+    """
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
 
 
 _LIMITS = ListenerLimits(

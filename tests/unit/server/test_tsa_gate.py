@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -136,6 +137,34 @@ def test_an_impostor_of_another_role_is_not_asked(tmp_path: Path) -> None:
             await accepting
 
         asyncio.run(main())
+
+
+RETRANSMITS, CHECKS_PEER = "01", "02"  # timers in /proc/net/tcp
+
+
+def timer(local: int, remote: int) -> str:
+    """Which timer of the kernel runs for the connection between these ports."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if [int(field.rpartition(":")[2], 16) for field in fields[1:3]] == [local, remote]:
+            return fields[5].partition(":")[0]
+    raise AssertionError("there is no such connection")
+
+
+def test_the_kernel_finds_aggregators_that_are_gone_without_a_word(tmp_path: Path) -> None:
+    """After a power failure nothing arrives. Else each one keeps one of the places of the gate."""
+    authority = Authority(tmp_path)
+    aggregator = of(authority.issue("a", ["aggregator"]), "aggregator")
+
+    def ask(where: str) -> None:
+        with aggregator.dial_tsa(where, 60.0) as stream:
+            ports = stream.getpeername()[1], stream.getsockname()[1]
+            while (found := timer(*ports)) == RETRANSMITS:  # the end of the handshake
+                time.sleep(0.01)
+            assert found == CHECKS_PEER
+
+    with running() as tsa:
+        behind_a_gate(authority, tsa, ask)
 
 
 def test_a_tsa_that_does_not_run_is_unavailable_and_the_gate_says_so(
