@@ -36,6 +36,7 @@ logger = logging.getLogger("papaya.admin")
 _IDENTIFY_S = 10.0
 _RANKS: Final[dict[AccountRole, int]] = {"viewer": 0, "owner": 1, "operator": 2}
 _TASK = "/admin/tasks/{task}"
+_FAILED = ProblemBody("internal server error", "check the server's log")
 
 
 class Caller(Struct, frozen=True):
@@ -209,7 +210,7 @@ class Gate:
             _answer(exchange, 503, unknown, (("Retry-After", "5"),))
         except Exception:
             logger.exception("cannot check a token")
-            _answer(exchange, 500, ProblemBody("internal server error", "check the server's log"))
+            _answer(exchange, 500, _FAILED)
         else:
             if caller is None:
                 hint = "papaya login URL, or --token-file FILE"
@@ -217,7 +218,11 @@ class Gate:
                 _answer(exchange, 401, body, (("WWW-Authenticate", "Bearer"),))
                 log(CredentialsRejected("admin", exchange.peer.rpartition(":")[0]))
             elif exchange.is_open:
-                waiting.open(enter(caller, exchange))
+                try:
+                    waiting.open(enter(caller, exchange))
+                except Exception:  # no memory for the body, for example
+                    logger.exception("an admin request failed")
+                    _answer(exchange, 500, _FAILED)
 
 
 def _answer(

@@ -10,16 +10,18 @@ import msgspec
 import pytest
 
 from papaya.bundle.manifest import run_id
-from papaya.http.routes import HttpRoute
+from papaya.http.exchange import Exchange
+from papaya.http.routes import HttpRoute, Receiver
 from papaya.messages.owner import evaluation_id
 from papaya.messages.storage import AccountRole
 from papaya.server.admin import accounts
-from papaya.server.admin.access import ACCESS, Caller, refusal
+from papaya.server.admin.access import ACCESS, Caller, Gate, refusal
 from papaya.server.admin.accounts import Identities
 from papaya.server.admin.routes import AdminRoutes
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import NewAccount, ProblemBody
 from tests.unit.cli.admin_server import AdminServer, admin_server
+from tests.unit.http.loopback import a_client, a_server, run
 from tests.unit.server.admin.builders import BY
 from tests.unit.server.admin.test_routes import ask
 
@@ -166,3 +168,31 @@ def test_a_store_that_does_not_answer_is_not_a_wrong_token(
     monkeypatch.setattr(server.system.state, "read", never)
     status, answer = ask(server, "GET", "/admin/status", token=tokens["viewer"])
     assert (status, b"cannot be checked now" in answer) == (503, True)
+
+
+class LookedUp:
+    """Everybody is the operator, after a look into the store."""
+
+    def at_once(self, authorization: str | None) -> Caller | None:
+        return None
+
+    async def identify(self, authorization: str | None) -> Caller | None:
+        return Caller("anna", "operator")
+
+
+@pytest.mark.parametrize("body", [b"", b"parameters"])
+def test_a_caller_with_an_account_is_answered_if_there_is_no_memory_for_the_body(
+    body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection was paused, so nobody would notice that the caller has given up."""
+
+    def begin(caller: Caller, exchange: Exchange) -> Receiver | None:
+        raise MemoryError
+
+    async def main() -> None:
+        route = Gate(LookedUp()).route("PUT", "/admin/tasks/{task}/parameters", begin, 1000)
+        async with a_server([route]) as server, a_client(server.port) as client:
+            assert (await client.ask("PUT", "/admin/tasks/a/parameters", body)).status == 500
+
+    run(main())
+    assert "MemoryError" in caplog.text
