@@ -23,6 +23,8 @@ from ssl import SSLContext, SSLEOFError, SSLSocket, SSLWantReadError, SSLWantWri
 from typing import Any
 
 _BYTES_PER_TURN = 1 << 20  # read from one connection before the loop serves the others
+RECORDS_PER_TURN = 256  # likewise, however short they are: each one costs a call of OpenSSL
+_LEAST_BYTES = _BYTES_PER_TURN // RECORDS_PER_TURN  # what a record counts at least
 _HIGH_BYTES, _LOW_BYTES = 64 << 10, 16 << 10
 _RECORD_BYTES = 16 << 10  # what OpenSSL encrypts at a time
 _CAN_CORK = hasattr(socket, "TCP_CORK")  # Linux joins what is written meanwhile to full packets
@@ -118,11 +120,11 @@ class TlsTransport(asyncio.Transport):
         left = _BYTES_PER_TURN
         while left > 0 and self.is_reading():
             try:
-                taken, is_empty, error = self._read(left)
+                taken, spent, is_empty, error = self._read(left)
             except Exception as mistake:  # of the protocol, which will not take these bytes later
                 self._end(mistake)
                 raise
-            left -= taken
+            left -= spent
             if is_empty:
                 if self._write_error is not None:
                     self._end(self._write_error)
@@ -133,19 +135,20 @@ class TlsTransport(asyncio.Transport):
         if self.is_reading():
             self._read_soon()
 
-    def _read(self, most: int) -> tuple[int, bool, Exception | None]:
-        """Bytes that the protocol got, whether the socket is empty, and an error.
+    def _read(self, most: int) -> tuple[int, int, bool, Exception | None]:
+        """Bytes that the protocol got, what they count, whether the socket is empty, and an error.
 
         Neither bytes nor an error: the peer has closed.
         """
         room = memoryview(self._protocol.get_buffer(-1))[:most]  # there may be room for a model
-        taken, size, is_empty = 0, len(room), False
+        taken, spent, size, is_empty = 0, 0, len(room), False
         read = self._engine.read
         error: Exception | None = None
         try:
             # With a buffer, `read` returns how many bytes it wrote there.
-            while taken < size and (count := read(size - taken, room[taken:])):
+            while taken < size and spent < most and (count := read(size - taken, room[taken:])):
                 taken += count
+                spent += count if count > _LEAST_BYTES else _LEAST_BYTES
         except SSLWantReadError:
             is_empty = True
         except SSLWantWriteError:
@@ -157,7 +160,7 @@ class TlsTransport(asyncio.Transport):
             error = problem.with_traceback(None)  # its frames hold the error and the buffer
         if taken:
             self._protocol.buffer_updated(taken)
-        return taken, is_empty, error
+        return taken, spent, is_empty, error
 
     def _ended(self, error: Exception | None) -> None:
         if error is not None:

@@ -351,3 +351,59 @@ def _everything(peer: ssl.SSLSocket) -> bytes:
         while piece := peer.recv(1 << 20):
             received += piece
         return received
+
+
+class SmallRecords:
+    """A peer that puts each byte into a record of its own."""
+
+    def __init__(self, stream: socket.socket, context: ssl.SSLContext) -> None:
+        self._stream = stream
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._in, self._out, server_hostname="127.0.0.1")
+
+    def shake_hands(self) -> None:
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                self._stream.sendall(self._out.read())
+                self._in.write(self._stream.recv(1 << 16))
+            else:
+                self._stream.sendall(self._out.read())
+                return
+
+    def send(self, count: int) -> None:
+        for _ in range(count):
+            self._tls.write(b"x")
+        self._stream.sendall(self._out.read())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_peer_that_sends_small_records_lets_others_go_first(
+    loop: str, contexts: Contexts
+) -> None:
+    """Each record costs a call of OpenSSL: a megabyte of them would stall the loop for seconds."""
+    count = 4000
+
+    async def main() -> None:
+        recorder = Recorder()
+        ours, theirs = socket.socketpair()
+        peer = SmallRecords(theirs, contexts[1])
+        await asyncio.gather(
+            asyncio.to_thread(peer.shake_hands),
+            start_tls(ours, contexts[0], lambda: recorder, timeout_s=60),
+        )
+        recorder.transport.pause_reading()
+        await asyncio.to_thread(peer.send, count)
+        recorder.transport.resume_reading()
+        most = 0
+        while len(recorder.got) < count:
+            before = len(recorder.got)
+            await asyncio.sleep(0)
+            most = max(most, len(recorder.got) - before)
+        # A turn may read what was left over, and again because the socket has bytes.
+        assert most <= 2 * tls_transport.RECORDS_PER_TURN
+        recorder.transport.abort()
+        theirs.close()
+
+    run(main(), loop)
