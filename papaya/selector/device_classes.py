@@ -6,6 +6,7 @@ Paper: the Selector "summarizes current client availability for the Coordinator"
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Container
 
 from papaya.config.versions import is_at_least, version_number
 from papaya.messages.control import Advertised
@@ -58,19 +59,23 @@ class Distinctions:
         reached = [v for v in self._engine_versions if is_at_least(device.engine_version, v)]
         capabilities = Capabilities(
             engine=device.engine if device.engine in self._engines else "",
-            modules=tuple(sorted(m for m in device.modules if m in self._modules)),
+            modules=_known(device.modules, self._modules),
             memory_mb=self._memory_mb[enough],
-            labels=tuple(sorted(label for label in device.labels if label in self._labels)),
-            owners=tuple(sorted(owner for owner in device.owners if owner in self._owners)),
+            labels=_known(device.labels, self._labels),
+            owners=_known(device.owners, self._owners),
             trust_policy=device.trust_policy or not self._has_secure,
             engine_version=reached[-1] if reached else "",
             upload_bits=next(b for b in (8, 16, 32) if device.upload_bits <= b)
             if self._has_few_bits
             else 32,
         )
-        known = self._tasks | self._bundles
-        excluded = tuple(sorted(task for task in check_in.excluded if task in known))
+        excluded = _known(check_in.excluded, self._tasks | self._bundles)
         return DeviceClass(capabilities, excluded)
+
+
+def _known(names: tuple[str, ...], known: Container[str | None]) -> tuple[str, ...]:
+    """Each of them once: devices that repeat a name are not of another class."""
+    return tuple(sorted(name for name in dict.fromkeys(names) if name in known))
 
 
 def lacks_for(offer: Advertised, device: DeviceClass, *, is_wanting: bool) -> list[Lack]:

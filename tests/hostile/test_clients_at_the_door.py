@@ -251,6 +251,21 @@ def test_strangers_of_a_thousand_kinds_do_not_hide_the_honest_from_the_coordinat
     assert Held(PHONE, 50) in found.held
 
 
+def test_strangers_who_repeat_themselves_do_not_hide_a_single_honest_device() -> None:
+    """A name that is said twice says nothing more. Else two tasks make thousands of classes."""
+    selector = an_open_selector(heartbeat_s=10.0)
+    for number in range(1000):
+        excluded = ("for-phones",) * (1 + number % 32) + ("for-tablets",) * (1 + number // 32)
+        for again in range(2):
+            kind = DeviceClass(PHONE.capabilities, excluded)
+            knock(selector, BOOT + 1, wire.encode(check_in(kind)), (number, again))
+    selector.receive(BOOT + 1, check_in(PHONE), "honest")
+    found = report(selector.wake(BOOT + 10))
+    assert found is not None
+    assert Held(PHONE, 1) in found.held
+    assert len(found.held) == 2
+
+
 def test_an_honest_device_is_answered_after_every_kind_of_nonsense() -> None:
     selector = an_open_selector()
     for nonsense in (b"", b"{}", b"null", b'{"type":"CheckIn"}', b"\xff" * 100, b"[" * 5000):
