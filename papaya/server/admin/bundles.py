@@ -62,7 +62,8 @@ async def store_program(service: AdminService, task: TaskId, data: bytes) -> Sto
     """Store the program of a task that will be submitted or revised."""
     TaskConfig(task=task, concurrency=1, model_length=1)  # checks the id
     await asyncio.to_thread(archive.unpack, data)
-    key = blob_key(task, await _fence(service, task), "program-0", data)
+    seq = await _fence(service, task)
+    key = await asyncio.to_thread(blob_key, task, seq, "program-0", data)
     await service.blobs.put(key, data)
     return Stored(key)
 
@@ -71,7 +72,8 @@ async def store_frozen(service: AdminService, task: TaskId, data: bytes) -> Stor
     """Store the frozen tensors of a task that will be submitted."""
     TaskConfig(task=task, concurrency=1, model_length=1)  # checks the id
     await asyncio.to_thread(decode_frozen, np.frombuffer(data, np.uint8))
-    key = blob_key(task, await _fence(service, task), "frozen-0", data)
+    seq = await _fence(service, task)
+    key = await asyncio.to_thread(blob_key, task, seq, "frozen-0", data)
     await service.blobs.put(key, data)
     return Stored(key)
 
@@ -138,7 +140,7 @@ async def check(
             # Nothing names it, so the holder may be about to delete it.
             raise Conflict(f"the task moved while its {what} was stored", hint=_AGAIN)
         try:
-            reference.check(await service.blobs.get(place), what)
+            await asyncio.to_thread(reference.check, await service.blobs.get(place), what)
         except MissingBlob as error:
             raise NotFound(str(error), hint="submit the task again") from error
     return await _kept(service, config, data)

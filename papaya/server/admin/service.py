@@ -14,6 +14,7 @@ that has changed or a change that the current state does not allow (409), an inv
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
@@ -294,11 +295,9 @@ class AdminService:
 
     async def fresh_optimizer(self, found: TaskRows, config: TaskConfig) -> BlobKey:
         """Store the optimizer state of a new head that begins anew."""
-        optimizer = server_optimizer(config.optimizer)
-        fresh = optimizer.encode_state(optimizer.initial_state(config.model_length))
         head = found.newest.version + 1
         # Under the current fence: its holder does not sweep it, and the change requires this fence.
-        key = blob_key(found.task, found.fence.seq, f"optimizer-{head}", fresh)
+        key, fresh = await asyncio.to_thread(fresh_state, config, found.task, found.fence.seq, head)
         await self.blobs.put(key, fresh)
         return key
 
@@ -587,3 +586,10 @@ def _version(found: TaskRows, version: int) -> VersionRow:
 
 def _version_view(row: VersionRow) -> VersionView:
     return VersionView(row.version, row.created, row.marked, row.restarts, row.parameters)
+
+
+def fresh_state(config: TaskConfig, task: TaskId, seq: int, head: int) -> tuple[BlobKey, bytes]:
+    """The optimizer state of a version that begins anew. Takes seconds for a large model."""
+    optimizer = server_optimizer(config.optimizer)
+    state = optimizer.encode_state(optimizer.initial_state(config.model_length))
+    return blob_key(task, seq, f"optimizer-{head}", state), state

@@ -20,7 +20,6 @@ from papaya.config import TaskConfig
 from papaya.errors import MissingBlob, OperatorError, ProtocolError
 from papaya.learning import parameters
 from papaya.learning.parameters import Manifest
-from papaya.learning.server_optimizer import server_optimizer
 from papaya.messages import owner
 from papaya.messages.audit_trail import Attempt
 from papaya.messages.base import TaskId
@@ -42,7 +41,7 @@ from papaya.server.admin.bundles import KeptBundle
 from papaya.server.admin.private_tasks import require_privacy
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.server_methods import require_server_methods
-from papaya.server.admin.service import AdminService
+from papaya.server.admin.service import AdminService, fresh_state
 from papaya.server.admin.views import NewTask, Stored, TaskView
 
 MAX_HEADER_BYTES = 8 + (1 << 16)  # the header of a parameters file
@@ -82,9 +81,7 @@ async def submit(service: AdminService, caller: Caller, new: NewTask, attempt: A
         config = kept.config
     methods = await require_server_methods(service, config)
     needs = private if private.put else methods  # both raise the same format
-    optimizer = server_optimizer(config.optimizer)
-    state = optimizer.encode_state(optimizer.initial_state(config.model_length))
-    key = blob_key(config.task, 0, "optimizer-0", state)
+    key, state = await asyncio.to_thread(fresh_state, config, config.task, 0, 0)
     pseudonym_key = token_bytes(PSEUDONYM_KEY_BYTES)
     change = submission(config, new.parameters, key, service.now(), pseudonym_key)
     replaces: tuple[TaskId, ...] = ()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
 
 import papaya
+from papaya.aggregator.shards import blob_key
 from papaya.bundle import archive
 from papaya.bundle.errors import BundleError
 from papaya.bundle.head import BundleHead
@@ -28,6 +33,7 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.errors import OperatorError
+from papaya.learning.frozen_file import FrozenTensor, encode_frozen
 from papaya.messages.storage import (
     FIRST_FORMAT,
     FORMAT,
@@ -43,7 +49,7 @@ from papaya.messages.storage import (
 from papaya.server.admin import bundles, submissions
 from papaya.server.admin.accounts import ADMIN
 from papaya.server.admin.problems import Conflict, NotFound
-from papaya.server.admin.views import Evaluate, NewTask, Revision, TaskView
+from papaya.server.admin.views import Evaluate, NewTask, Revision, RollBack, TaskView
 from papaya.server.auth import DeviceAuth, OpenDoor
 from tests.unit.bundle.builders import ARCHIVE, KEY, NOW, STRANGER, a_lease, a_manifest
 from tests.unit.device.bundle_server import FROZEN
@@ -433,3 +439,38 @@ def test_a_task_without_a_signature_cannot_be_revised(tmp_path: Path) -> None:
         assert (await bundles.newest(system.service, "next-word")).bundle == b""
 
     run(tmp_path, test)
+
+
+@contextmanager
+def calls_on_this_thread() -> Iterator[set[str]]:
+    """The names of all functions that are called; keys of blobs with what they name."""
+    found: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            found.add(frame.f_code.co_qualname)
+            if frame.f_code is blob_key.__code__:
+                found.add(f"key of {frame.f_locals['what']}")
+
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def test_work_that_grows_with_the_model_does_not_stall_the_loop(tmp_path: Path) -> None:
+    """Each of these takes seconds for a model of 10⁹ parameters: a leader could lose its lead."""
+    frozen = encode_frozen({"table": FrozenTensor("F32", (9,), np.zeros(36, np.uint8))})
+
+    async def test(system: System) -> None:
+        await bundles.store_frozen(system.service, "digits", frozen)
+        await submit(system, signed_manifest())
+        await system.service.roll_back("digits", RollBack(0), BY)
+
+    with calls_on_this_thread() as found:
+        run(tmp_path, test)
+    assert "AdminService.fresh_optimizer" in found, "calls are noted"
+    slow = {"ServerOptimizer.initial_state", "ServerOptimizer.encode_state", "BlobRef.check"}
+    assert found.isdisjoint(slow)
+    assert {name for name in found if name.startswith("key of ")} == {"key of bundle-3"}
