@@ -22,6 +22,8 @@ BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, BUSY = 400, 401, 403, 404, 503
 # Temporary problems: the same request may succeed later.
 _PASSING = (408, 429, 500, 502, 503, 504)
 _FOR_DEVICES = (OK, BAD_REQUEST, FORBIDDEN, *_PASSING)
+# The listener for other servers opens before the aggregator behind it has been made.
+STARTING = Retry("this aggregator is starting", 0.5, elsewhere=True)
 
 
 class WaitingDevice:

@@ -83,7 +83,7 @@ from papaya.server.metrics import (
 from papaya.server.node_names import NodeNames
 from papaya.server.open_files import connections_within
 from papaya.server.peers import message_route
-from papaya.server.replies import WaitingDevice, blame_peer, problem, retry_after_s
+from papaya.server.replies import STARTING, WaitingDevice, blame_peer, problem, retry_after_s
 from papaya.server.resources import Resources
 from papaya.server.tsa import TsaConnection
 from papaya.server.tsa_fleet import TsaFleet
@@ -446,7 +446,11 @@ class Server:
         return Path(self.deployment.log or self._resources.data / "log")
 
     def _to_aggregator(self, message: Message, waiting: WaitingDevice) -> None:
-        self._hosts["aggregator"].deliver(message, waiting)
+        host = self._hosts.get("aggregator")
+        if host is None:
+            waiting.answer(STARTING)
+        else:
+            host.deliver(message, waiting)
 
     def _aggregators(self) -> dict[NodeId, AggregatorHost]:
         return {

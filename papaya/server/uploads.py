@@ -33,7 +33,7 @@ from papaya.selector.selector import Selector
 from papaya.server.host import AggregatorHost
 from papaya.server.metrics import DriverMetrics
 from papaya.server.peers import Peers, address_of
-from papaya.server.replies import WaitingDevice, answer
+from papaya.server.replies import STARTING, WaitingDevice, answer
 
 _UPLOAD_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _INDEX = re.compile(r"0|[1-9][0-9]{0,3}")
@@ -161,9 +161,12 @@ class Uploads:
         return self._take_in(host, offer, crc32, waiting)
 
     def _destination(self, offer: ChunkOffer, waiting: WaitingDevice) -> NodeId | None:
-        """Where the chunk goes; None if the selector has answered instead."""
+        """Where the chunk goes; None if the device was answered instead."""
         if self._selector is None:
-            return next(iter(self._aggregators()))
+            own = next(iter(self._aggregators()), None)
+            if own is None:
+                waiting.answer(STARTING)
+            return own
         for effect in self._selector.receive(self._clock.now(), offer, waiting):
             match effect:
                 case Forward():

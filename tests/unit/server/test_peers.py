@@ -10,6 +10,7 @@ from typing import cast, get_args
 import pytest
 
 from papaya.clock import Clock
+from papaya.config import Deployment
 from papaya.http.exchange import Exchange
 from papaya.http.listener import serve
 from papaya.http.pool import ConnectionPool
@@ -21,9 +22,11 @@ from papaya.messages.control import Control
 from papaya.messages.participation import Alive, Heartbeat, Refused, Retry
 from papaya.messages.paths import CHUNK_PATH, CRC32_HEADER, PATHS, TICKET_HEADER
 from papaya.selector.selector import Selector
+from papaya.server.device_api import participation_routes
 from papaya.server.metrics import DriverMetrics
 from papaya.server.peers import MESSAGES_PATH, SENDERS, Peers
 from papaya.server.replies import WaitingDevice
+from papaya.server.server import Server as ServerProcess
 from papaya.server.uploads import Uploads
 from tests.unit.http.loopback import Client, a_client, a_request, run
 
@@ -227,3 +230,29 @@ def test_what_an_aggregator_answers_to_a_device_is_passed_on(
             assert (found.status, wire.to_device.parse(found.body)) == (status, message)
 
     run(main())
+
+
+def test_requests_that_come_before_an_aggregator_has_read_its_state_are_answered_retry(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The listener for other servers opens first: this server is called by its address."""
+
+    async def main() -> None:
+        server = ServerProcess(Deployment(), ("aggregator",))
+        peers = Peers({}, ConnectionPool(), "token", 0.5)
+        uploads = Uploads(Clock(), peers, None, server._aggregators, DriverMetrics())
+        heartbeats = participation_routes(server._to_aggregator, kinds=(Heartbeat,))
+        listening = await serve([*heartbeats, uploads.route()], "127.0.0.1", 0)
+        async with a_client(listening.port) as client:
+            heartbeat = a_request("POST", PATHS[Heartbeat], wire.encode(Heartbeat(b"ticket")))
+            for request in (heartbeat, A_CHUNK):
+                client.send(request)
+                found = await client.response()
+                assert found.status == 503
+                retry = wire.to_device.parse(found.body)
+                assert retry == Retry("this aggregator is starting", 0.5, elsewhere=True)
+        await peers.close()
+        await listening.drain(0)
+
+    run(main())
+    assert caplog.text == ""
