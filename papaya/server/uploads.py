@@ -116,7 +116,9 @@ class ArrivingChunk:
         self._host.pool.give_back(self._buffer)
 
     def break_off(self) -> None:
-        """Answer the device. The endpoint calls `broken` afterwards."""
+        """Answer the device, once. The endpoint calls `broken` afterwards."""
+        if self._is_broken_off:
+            return
         self._is_broken_off = True
         self._waiting.answer(
             Retry("the memory of this upload is needed for other uploads", _BUSY_RETRY_S)

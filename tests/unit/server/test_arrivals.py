@@ -151,3 +151,23 @@ def test_a_chunk_that_may_not_grow_is_answered() -> None:
     assert isinstance(device.answers[0], Retry)
     chunk.broken()
     assert host.pool.free == 4
+
+
+def test_a_body_that_finds_no_memory_is_answered_once_if_its_upload_is_dropped_too() -> None:
+    """The endpoint ends it in the next turn of the loop. An answer that is given twice raises, and
+    the other bodies of the task would not be broken off.
+    """
+    host, device, other = Host(), Device(), Body()
+    starter = host.pool.take(4)
+    assert starter is not None
+    waiting = cast(WaitingDevice, device)
+    chunk = ArrivingChunk(cast(AggregatorHost, host), OWNER, starter, OFFER, 0, waiting)
+    host.arrivals.add(("words", "s2"), other)
+    while host.pool.take(4) is not None:
+        pass
+    receive(chunk, b"half")
+    host.arrivals.break_off("words", None)
+    assert [type(answer) for answer in device.answers] == [Retry]
+    assert other.is_broken
+    chunk.broken()
+    assert host.arrivals.has_room(OWNER)
