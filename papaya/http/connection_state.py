@@ -73,11 +73,13 @@ class Timeouts:
     __slots__ = (
         "_before",
         "_checked_at",
+        "_flushed_before",
         "_limits",
         "_moved_at",
         "_sent_at",
         "_start",
         "_state_at",
+        "_unsent_at",
     )
 
     def __init__(self, limits: ListenerLimits, now: float) -> None:
@@ -88,6 +90,8 @@ class Timeouts:
         self._moved_at = now  # the last byte was received
         self._sent_at = now  # the peer last took some of an answer, or nothing was unsent
         self._start = 0  # bytes received when the present wait began
+        self._unsent_at = now  # nothing was unsent for the last time
+        self._flushed_before = 0  # bytes that the kernel had taken then
 
     def exceeded(self, now: float, progress: RequestProgress) -> str | None:
         """Why the connection should be closed; None if it is within its limits."""
@@ -99,6 +103,7 @@ class Timeouts:
         self._state_at += ours
         self._moved_at += ours
         self._sent_at += ours
+        self._unsent_at += ours
         if before is None or _wait(before) != _wait(progress):
             self._state_at = self._moved_at = now
             self._start = progress.received
@@ -106,9 +111,19 @@ class Timeouts:
             self._moved_at = now
         if not progress.unsent or before is None or before.flushed != progress.flushed:
             self._sent_at = now
+        if not progress.unsent or before is None:
+            self._unsent_at, self._flushed_before = now, progress.flushed
         if now - self._sent_at > self._limits.write_timeout_s:
             return "the peer does not read the answer"
-        return self._too_slow(now, progress)
+        return self._reads_too_slowly(now, progress) or self._too_slow(now, progress)
+
+    def _reads_too_slowly(self, now: float, progress: RequestProgress) -> str | None:
+        limits = self._limits
+        counted_s = now - self._unsent_at - limits.write_timeout_s
+        least = limits.min_answer_bytes_per_s * counted_s
+        if progress.flushed - self._flushed_before >= least:
+            return None
+        return f"the peer reads the answer slower than {limits.min_answer_bytes_per_s:g} bytes/s"
 
     def _too_slow(self, now: float, progress: RequestProgress) -> str | None:
         limits = self._limits

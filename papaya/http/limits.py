@@ -23,6 +23,7 @@ class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True):
     body_timeout_s: float = 10.0  # without any byte of the body
     min_body_bytes_per_s: float = 1024.0  # on average, after the first `body_timeout_s`
     write_timeout_s: float = 20.0  # the peer reads nothing of an answer
+    min_answer_bytes_per_s: float = 1024.0  # on average, after the first `write_timeout_s`
     discard_bytes: int = 64 << 10  # a refused body up to this size is read, to keep the connection
     linger_s: float = 2.0  # how long a peer may keep sending after the last answer
     linger_bytes: int = 8 << 20

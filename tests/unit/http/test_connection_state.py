@@ -18,6 +18,7 @@ LIMITS = ListenerLimits(
     body_timeout_s=5,
     min_body_bytes_per_s=100,
     write_timeout_s=20,
+    min_answer_bytes_per_s=100,
     linger_s=2,
 )
 
@@ -84,8 +85,10 @@ def test_time_stands_still_while_we_do_not_read() -> None:
 
 
 def test_a_peer_that_does_not_read_its_answer() -> None:
-    stuck = seen(ConnectionState.ANSWER, flushed=10, unsent=5)
-    taking = [(now, seen(ConnectionState.ANSWER, flushed=now, unsent=5)) for now in range(100)]
+    stuck = seen(ConnectionState.ANSWER, flushed=99_999, unsent=5)
+    taking = [
+        (now, seen(ConnectionState.ANSWER, flushed=1000 * now, unsent=5)) for now in range(100)
+    ]
     verdict = first_verdict(*taking, (100, stuck), END)
     assert verdict == (121, "the peer does not read the answer")
 
@@ -123,3 +126,29 @@ def test_a_pause_does_not_start_the_time_of_a_body_again() -> None:
     verdict = first_verdict(*moments)
     assert verdict is not None
     assert verdict[1] == "the body arrived slower than 100 bytes/s"
+
+
+def a_reader(rate: int, rests_until: int = 0) -> list[tuple[int, RequestProgress]]:
+    """A peer that takes so many bytes of a file per second; none at first."""
+    return [
+        (now, seen(ConnectionState.FILE, flushed=max(0, now - rests_until) * rate, unsent=1000))
+        for now in range(200)
+    ]
+
+
+def test_a_peer_that_reads_slower_than_the_least_rate_is_cut_off() -> None:
+    """Else a byte now and then keeps a connection, an open file and a piece of it for years."""
+    verdict = first_verdict(*a_reader(rate=1))
+    assert verdict is not None
+    assert verdict == (21, "the peer reads the answer slower than 100 bytes/s")
+    assert first_verdict(*a_reader(rate=99)) is None, "the first 20 s are free"
+    assert first_verdict(*a_reader(rate=100, rests_until=19)) is None
+
+
+def test_the_rate_of_a_reader_begins_with_each_answer() -> None:
+    waits = [(now, seen(ConnectionState.ANSWER)) for now in range(100)]
+    reads = [
+        (100 + now, seen(ConnectionState.ANSWER, flushed=now * 100, unsent=1000))
+        for now in range(100)
+    ]
+    assert first_verdict(*waits, *reads) is None
