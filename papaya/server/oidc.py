@@ -61,6 +61,7 @@ class OidcProvider:
         self._fetched_at = -USABLE_S
         self._tried_at = -AGAIN_S
         self._fetching = asyncio.Lock()
+        self._refreshing: asyncio.Task[None] | None = None  # fetches the keys
 
     async def verify(self, authorization: str | None) -> Caller | None:
         found = _TOKEN.fullmatch(authorization or "")
@@ -112,9 +113,13 @@ class OidcProvider:
         if known is not None and self._age_s < (FRESH_S if self._may_ask else USABLE_S):
             return known
         async with self._fetching:
-            if self._may_ask and (self._age_s >= FRESH_S or key_id not in self._keys):
+            is_wanted = self._age_s >= FRESH_S or key_id not in self._keys
+            if self._refreshing is None and self._may_ask and is_wanted:
                 self._tried_at = self._monotonic()
-                await self._refresh()
+                self._refreshing = asyncio.create_task(self._refresh())
+            if self._refreshing is not None:
+                # The request may give up before a slow issuer answers; the keys come all the same.
+                await asyncio.shield(self._refreshing)
             if self._age_s >= USABLE_S:
                 raise IssuerUnreachable(
                     f"the keys of {self._config.issuer} cannot be fetched",
@@ -135,8 +140,10 @@ class OidcProvider:
             keys = await asyncio.to_thread(_fetch_keys, self._config, self._tls)
         except (OSError, HTTPException, ValueError, msgspec.MsgspecError, OperatorError) as error:
             logger.warning("cannot fetch the keys of %s: %s", self._config.issuer, error)
-            return
-        self._keys, self._fetched_at = keys, self._monotonic()
+        else:
+            self._keys, self._fetched_at = keys, self._monotonic()
+        finally:
+            self._refreshing = None
 
 
 def _fetch_keys(config: OidcConfig, tls: ssl.SSLContext) -> dict[str, Any]:

@@ -203,9 +203,8 @@ class Gate:
             async with asyncio.timeout(_IDENTIFY_S):
                 caller = await self._identities.identify(authorization)
         except (PapayaError, TimeoutError) as error:
-            logger.warning(
-                "cannot check a token: %s", str(error) or "the state store does not answer"
-            )
+            silent = "the state store or the identity provider does not answer"
+            logger.warning("cannot check a token: %s", str(error) or silent)
             unknown = ProblemBody("the token cannot be checked now", "try again in a few seconds")
             _answer(exchange, 503, unknown, (("Retry-After", "5"),))
         except Exception:

@@ -234,6 +234,34 @@ def test_a_stranger_does_not_make_others_wait_for_the_issuer(
     asyncio.run(run())
 
 
+def test_keys_of_a_slow_issuer_arrive_although_nobody_waited_so_long(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request waits ten seconds for its caller. The next one waits for the same keys."""
+    found, asked, go_on = provider(issuer), Event(), Event()
+    fetch = oidc._fetch_keys
+
+    def slowly(config: OidcConfig, tls: ssl.SSLContext) -> dict[str, Any]:
+        asked.set()
+        assert go_on.wait(60)
+        return fetch(config, tls)
+
+    async def run() -> None:
+        monkeypatch.setattr(oidc, "_fetch_keys", slowly)
+        impatient = asyncio.create_task(found.verify(f"Bearer {token(issuer)}"))
+        await asyncio.to_thread(asked.wait, 60)
+        impatient.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
+        patient = asyncio.create_task(found.verify(f"Bearer {token(issuer)}"))
+        await asyncio.sleep(0)
+        go_on.set()
+        assert await patient is not None
+
+    asyncio.run(run())
+    assert issuer.asked == ["/.well-known/openid-configuration", "/keys"], "fetched once"
+
+
 def test_a_new_key_of_the_issuer_is_found(issuer: Issuer) -> None:
     clock = Time()
     found = provider(issuer, clock)
