@@ -36,6 +36,7 @@ from papaya.errors import OperatorError
 from papaya.progress import elapsed
 from papaya.sim.report import percent
 from papaya.study.lab import LabStep
+from papaya.study.run import DEFAULT_UPDATES, UNBOUNDED, most_updates
 from papaya.study.run_warnings import ended_early_in_sweep, ignored_settings
 from papaya.study.sweep import (
     FIELDS,
@@ -67,8 +68,8 @@ class SweepOptions(DataOptions):
     vary: Sequence[tuple[str, tuple[SweptValue, ...]]] = ()
     regime: tuple[Regime, ...] = ()
     seeds: int = 1
-    updates: int = 5000
-    hours: float = MOST_HOURS
+    updates: int | None = None
+    hours: float | None = None
     target: float | None = None
     evaluations: int = 50
     jobs: int = 2
@@ -130,7 +131,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         "--updates",
         type=whole(1),
         metavar="N",
-        help="maximum number of client updates",
+        help="maximum number of client updates (default: 5000; with --hours: no limit)",
     )
     group.add_argument(
         "--hours",
@@ -200,12 +201,12 @@ def _plan(options: SweepOptions) -> Plan:
             raise OperatorError(f"--vary {name} is given twice", hint=f"--vary {name}=A,B,C")
         vary[name] = values
     return Plan(
-        workload=options.workload_spec(options.workload, options.updates),
+        workload=options.workload_spec(options.workload, options.updates or DEFAULT_UPDATES),
         vary=vary,
         regimes=options.regime,
         seeds=tuple(range(1, options.seeds + 1)),
-        updates=options.updates,
-        hours=options.hours,
+        updates=most_updates(options.updates, options.hours),
+        hours=options.hours or MOST_HOURS,
         target=options.target,
         evaluations=options.evaluations,
         population=options.population_config(),
@@ -266,7 +267,8 @@ def _fixed(rows: Sequence[ResultRow], plan: Plan) -> str:
     names = [name for name in rows[0].setting if meaningless != {name}]
     alike = [name for name in names if not varied_in(rows, (name,))]
     words = [f"{name} {_value(rows[0].setting[name])}" for name in alike]
-    words.append(f"at most {plural(plan.updates, 'update')}")
+    if plan.updates < UNBOUNDED:
+        words.append(f"at most {plural(plan.updates, 'update')}")
     if plan.hours < MOST_HOURS:
         words.append(f"at most {plan.hours:g} virtual hours")
     if plan.target is not None:

@@ -45,7 +45,7 @@ from papaya.study.data.partition import Partition
 from papaya.study.data.source import Memory, Source
 from papaya.study.data.tables import table_source
 from papaya.study.lab import LabStep
-from papaya.study.run import RunResult
+from papaya.study.run import RunResult, most_updates
 from papaya.study.run_warnings import (
     before_run,
     ended_early,
@@ -85,8 +85,8 @@ def simulate(
     clients: object = None,
     *,
     partition: Partition | str | None = None,
-    updates: int = 5000,
-    hours: float = MOST_HOURS,
+    updates: int | None = None,
+    hours: float | None = None,
     regime: Regime | None = None,
     concurrency: int | None = None,
     goal: int | None = None,
@@ -104,7 +104,8 @@ def simulate(
     output: Path | str | None = None,
     progress: bool = True,
 ) -> SimulatedRun:
-    """Train a model on a simulated fleet. What is not given is as the task says.
+    """Train a model on a simulated fleet. What is not given is as the task says. The run ends after
+    `updates` client updates or `hours` of virtual time; without both, after 5,000 updates.
 
     With `output`, everything is written there, and a call that was interrupted resumes. Clients
     train in so many `processes`, or on the Ray cluster with the address `ray`.
@@ -128,8 +129,8 @@ def simulate(
         regime,
         {name: float(value) for name, value in setting.items() if value is not None},
         seed=seed,
-        updates=updates,
-        hours=hours,
+        updates=most_updates(updates, hours),
+        hours=MOST_HOURS if hours is None else hours,
         evaluations=evaluations,
     )
     resume = None
@@ -157,8 +158,8 @@ def sweep(
     regimes: Sequence[Regime] = (),
     partition: Partition | str | None = None,
     seeds: int = 1,
-    updates: int = 5000,
-    hours: float = MOST_HOURS,
+    updates: int | None = None,
+    hours: float | None = None,
     target: float | None = None,
     evaluations: int = 50,
     judges: int = MOST_JUDGES,
@@ -197,8 +198,8 @@ def sweep(
             vary={name: tuple(values) for name, values in vary.items()},
             regimes=tuple(regimes),
             seeds=tuple(range(1, seeds + 1)),
-            updates=updates,
-            hours=hours,
+            updates=most_updates(updates, hours),
+            hours=MOST_HOURS if hours is None else hours,
             target=target,
             evaluations=evaluations,
             population=_population(population),
@@ -328,9 +329,10 @@ def _refuse_other_examples(clients: object) -> None:
                 )
 
 
-def _check_numbers(counts: Mapping[str, int], others: Mapping[str, float | None]) -> None:
+def _check_numbers(counts: Mapping[str, int | None], others: Mapping[str, float | None]) -> None:
     for name, count in counts.items():
-        require_count(name, count)
+        if count is not None:
+            require_count(name, count)
     for name, value in others.items():
         if value is not None:
             require_number(name, value)

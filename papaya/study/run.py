@@ -49,6 +49,7 @@ _TRACED_LENGTH: Final = 4
 _MAX_WARM_UP_S: Final = 600.0
 _UPDATES_PER_PLACE: Final = 50  # in an hour, about
 UNBOUNDED: Final = 10**12  # updates: more than any run has
+DEFAULT_UPDATES: Final = 5000
 
 
 class RecordingPlan(Struct, frozen=True, kw_only=True):
@@ -87,6 +88,15 @@ class RecordingPlan(Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         return digest(self)
+
+
+def most_updates(updates: int | None, hours: float | None) -> int:
+    """How many updates a run has at most, as commands and notebooks ask for it: hours alone are a
+    limit of their own.
+    """
+    if updates is not None:
+        return updates
+    return DEFAULT_UPDATES if hours is None else UNBOUNDED
 
 
 def require_target(loss: float | None) -> None:

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from papaya.config import TaskConfig
 from papaya.progress import plural
-from papaya.study.run import Run, RunResult
+from papaya.study.run import UNBOUNDED, Run, RunResult
 
 
 def ignored_settings(task: TaskConfig) -> list[str]:
@@ -33,14 +33,17 @@ def before_run(task: TaskConfig, run: Run) -> list[str]:
 
 
 def ended_early(result: RunResult) -> str | None:
-    """Why the run ended before its updates or its target; None if it did not."""
+    """Why the run ended before its updates or its target; None if it did not, or if hours were
+    all that was asked for.
+    """
     run, hours = result.run, f"{result.run.recording_plan.hours:g} virtual hours"
     if result.curve.diverged is not None:
         version = f"version {result.versions}, the last one evaluated"
         return f"the model diverged after {version}: {result.curve.diverged}"
     if not result.versions:
         return f"the model was not trained: no server update in {hours}; raise hours"
-    if result.target_hours is not None or result.updates >= run.updates:
+    is_asked = run.updates == UNBOUNDED
+    if is_asked or result.target_hours is not None or result.updates >= run.updates:
         return None
     made = f"{result.updates:,} of {plural(run.updates, 'client update')}"
     return f"the run ended after {hours}, with {made}; raise hours"

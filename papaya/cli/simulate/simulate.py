@@ -123,7 +123,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--updates",
         type=whole(1),
         metavar="N",
-        help="number of client updates to train with (default: 5000)",
+        help="number of client updates to train with (default: 5000; with --hours: no limit)",
     )
     group.add_argument(
         "--evaluations",

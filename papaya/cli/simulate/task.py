@@ -30,7 +30,7 @@ from papaya.progress import elapsed
 from papaya.sim.report import percent, regime_name
 from papaya.study.fairness import Distance
 from papaya.study.precision import LEAST_UPDATES
-from papaya.study.run import FleetSummary, Run, RunResult
+from papaya.study.run import DEFAULT_UPDATES, FleetSummary, Run, RunResult, most_updates
 from papaya.study.run_file import differences, other_versions, prepared_again, read_run_file
 from papaya.study.run_warnings import before_run, ended_early
 from papaya.study.simulation import (
@@ -45,7 +45,7 @@ from papaya.study.sweep import regime_of, setting_of
 from papaya.study.trace import MOST_HOURS
 from papaya.study.workloads.registry import Prepared, prepare
 
-_UPDATES, _EVALUATIONS = 5000, 20
+_EVALUATIONS = 20
 _MANY = 100.0  # perplexities from here on have one decimal
 _MUCH_WORSE = 1.1  # times the lowest loss
 _MOST_FINITE = 700.0  # exp() of more overflows
@@ -57,7 +57,7 @@ def run_task(options: SimulateOptions) -> int:
     )
 
     folder = make_folder(options.output)
-    spec = options.workload_spec(str(options.task_file), options.updates or _UPDATES)
+    spec = options.workload_spec(str(options.task_file), options.updates or DEFAULT_UPDATES)
     with elapsed(spec.preparation):
         prepared = prepare(spec, options.population_config())
     run = _run(options, prepared)
@@ -158,7 +158,7 @@ def _run(options: SimulateOptions, prepared: Prepared) -> Run:
         regime,
         setting,
         seed=options.seed,
-        updates=options.updates or _UPDATES,
+        updates=most_updates(options.updates, options.hours),
         hours=options.hours or MOST_HOURS,
         evaluations=options.evaluations or _EVALUATIONS,
     )

@@ -117,6 +117,17 @@ def test_a_run_that_does_less_than_asked_warns() -> None:
     assert {each.filename for each in caught} == {__file__}
 
 
+def test_a_run_of_hours_has_no_other_limit() -> None:
+    """The default number of updates is for runs that are given neither updates nor hours."""
+    clients = some_clients()
+    rest = {name: value for name, value in SMALL.items() if name != "updates"}
+    with warnings.catch_warnings(action="error"):
+        run = papaya.simulate(EXAMPLE, clients, hours=0.03, **rest)
+        papaya.sweep(EXAMPLE, clients, vary={"K": (4,)}, hours=0.03, **rest)
+    assert 0 < run.result.updates < 5000
+    assert run.result.run.updates > 10**9
+
+
 def test_a_sweep_has_a_row_for_each_setting(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"vary": {"K": (3, 6), "client_rate": (0.1, 0.5)}, **SMALL}
     found = papaya.sweep(EXAMPLE, some_clients(), seeds=1, output=tmp_path, **settings)
