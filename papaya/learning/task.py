@@ -25,7 +25,6 @@ a file is loaded.
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 import traceback
@@ -57,6 +56,7 @@ from papaya.errors import ConfigError, OperatorError, PapayaError
 from papaya.learning.checkpoint_files import read_checkpoint, read_frozen
 from papaya.learning.definition import ClientSGD, Examples, Metric, Task, module_hash
 from papaya.learning.executorch.program_file import ProgramFile
+from papaya.learning.notebook_identity import notebook_identity
 from papaya.learning.parameters import Manifest, Vector, is_statistic
 from papaya.learning.schedules import ConstantRate, CosineDecay, LinearDecay, StepDecay
 
@@ -220,26 +220,17 @@ def load_task(path: Path, frozen: Path | None = None) -> LoadedTask:
 
 def loaded_in_memory(task: Task) -> LoadedTask:
     """A task that is defined in this process, such as in a notebook: it has no file, so no other
-    process can load it. Its hash is of the source code of its functions.
+    process can load it. Its hash is of its code and of the values that the code uses.
     """
     from papaya.learning.torch.module import checked_module
 
-    loops = () if task.train is None else (task.train,)
-    functions = (task.model, task.loss, task.batch, *task.metrics.values(), *loops)
-    source = "\n".join(_source_of(function) for function in functions).encode()
     manifest, digest = checked_module(task)
-    loaded = LoadedTask(NO_FILE, task, module_hash(source, digest), manifest, digest)
+    name = module_hash(notebook_identity(task), digest)
+    loaded = LoadedTask(NO_FILE, task, name, manifest, digest)
     loaded.config()
     if task.sample:
         loaded.try_on(task.sample, "`sample`")
     return loaded
-
-
-def _source_of(function: object) -> str:
-    try:
-        return inspect.getsource(getattr(function, "compute", function))  # type: ignore[arg-type]
-    except (OSError, TypeError):
-        return repr(function)
 
 
 def _read(path: Path) -> bytes:

@@ -17,7 +17,7 @@ import papaya
 from papaya.cli.main import main
 from papaya.config import StopRule
 from papaya.errors import OperatorError, PapayaError
-from papaya.learning.task import load_task
+from papaya.learning.task import Task, load_task
 from papaya.study.data.source import Memory
 
 EXAMPLE = "examples/leaf.py"
@@ -137,6 +137,23 @@ def test_a_sweep_has_a_row_for_each_setting(tmp_path: Path) -> None:
     }  # fmt: skip
     assert found.table["loss"].is_monotonic_increasing
     assert len(list((tmp_path / "runs").glob("*.json"))) == 4
+
+
+def test_a_sweep_does_not_take_results_of_another_task_of_a_notebook(tmp_path: Path) -> None:
+    """The functions have the same source; only a value that they use differs."""
+    task = load_task(Path(EXAMPLE)).task
+
+    def scaled(factor: float) -> Task:
+        return structs.replace(task, loss=lambda *given: factor * task.loss(*given))
+
+    settings: dict[str, Any] = {"vary": {"client_rate": (0.1,)}, "output": tmp_path, **SMALL}
+    one, two, again = (
+        papaya.sweep(scaled(factor), some_clients(), **settings).outcomes[0].start.all
+        for factor in (1.0, 2.0, 1.0)
+    )
+    assert two == pytest.approx(2 * one)
+    assert again == one
+    assert len(list((tmp_path / "runs").glob("*.json"))) == 2, "equal tasks share their results"
 
 
 @pytest.mark.parametrize(
