@@ -108,7 +108,13 @@ class ExampleStore:
 
     @property
     def collections(self) -> UsePolicies:
+        """The policies as of the last call; `refresh` reads them again."""
         return self._policies
+
+    def refresh(self) -> None:
+        """Read policies that another process has declared."""
+        with self._current():
+            pass
 
     def declare(self, policies: UsePolicies) -> None:
         """Declare or replace collections."""

@@ -205,6 +205,7 @@ class PrivacyAccount:
 
     def why_not(self, use: PlannedUse, now: float) -> str:
         """Why the device declines; empty if it does not. For its own log only."""
+        self._store.refresh()  # the app may have declared a budget meanwhile
         if (charge := _charge_of(use)) is not None:
             return self._ledger.why_not(charge, self._allowance(use, charge), now)
         policies, terms = self._store.collections, use.terms
@@ -250,9 +251,15 @@ class PrivacyAccount:
             )
 
     def spend(self, use: PlannedUse, now: float) -> None:
-        """Charge durably. GivenUp if it is more than the budget."""
-        if (charge := _charge_of(use)) is not None:
-            self._ledger.spend(charge, self._allowance(use, charge), now)
+        """Charge durably. GivenUp if it is more than the budget, or if there is a budget now and
+        no noise.
+        """
+        if (charge := _charge_of(use)) is None:
+            if reason := self.why_not(use, now):
+                raise GivenUp("declined", reason)
+            return
+        self._store.refresh()
+        self._ledger.spend(charge, self._allowance(use, charge), now)
 
     def tag(self, parameters_hash: bytes) -> bytes:
         return self._ledger.tag(parameters_hash, os.urandom)

@@ -126,9 +126,28 @@ def test_a_collection_with_a_budget_takes_part_in_nothing_without_noise(tmp_path
         assert "evaluations" in account.why_not(a_use(None, evaluates=True), NOW)
         unknown = PlannedUse(None, "", "any", 1.0, evaluates=False)
         assert "keyboard" in account.why_not(unknown, NOW)
-        account.spend(a_use(None), NOW)  # nothing to charge
+        with pytest.raises(GivenUp, match="has no noise"):
+            account.spend(a_use(None), NOW)  # the last check before an upload
         assert ledger.collections() == ()
         assert "would have spent" in account.why_not(a_use(0.1), NOW)
+
+
+def test_a_budget_of_another_process_applies_at_once(tmp_path: Path) -> None:
+    """The app that adds examples declares it while the device runs in a process of its own."""
+    path = tmp_path / "device.db"
+    policy = UsePolicy(tasks=("next-word",))
+    tight = PrivacyBudget(epsilon=0.1, delta=1e-7)
+    with ExampleStore(path, {"keyboard": policy}) as store, PrivacyLedger(path) as ledger:
+        account = PrivacyAccount(ledger, store)
+        private, plain = a_use(), a_use(z=None)
+        assert account.why_not(private, NOW) == account.why_not(plain, NOW) == ""
+        with ExampleStore(path) as app:
+            app.declare({"keyboard": UsePolicy(tasks=policy.tasks, budget=tight)})
+        for use, problem in ((private, "too little is left"), (plain, "has no noise")):
+            with pytest.raises(GivenUp, match=problem):
+                account.spend(use, NOW)
+            assert problem in account.why_not(use, NOW)
+        assert ledger.spent("keyboard") == ()
 
 
 def test_an_evaluation_costs_what_its_own_noise_says(tmp_path: Path) -> None:
