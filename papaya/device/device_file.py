@@ -32,7 +32,7 @@ _BUSY_TIMEOUT_S = 10.0
 # EXTRA syncs the folder after a commit too: otherwise a power failure can bring the journal back,
 # which rolls back a charge although its update was sent.
 _PRAGMAS = ("secure_delete=ON", "journal_mode=DELETE", "synchronous=EXTRA")
-_CLEAN, _DELETED = 0, 1  # the file's user_version: has anything been deleted since the last scrub?
+_CLEAN = 0  # the file's user_version: how often something was deleted since the last scrub
 _IN_MEMORY = ":memory:"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS participation (
@@ -101,15 +101,21 @@ class DeviceFile:
     def delete(self, statement: str, *values: object) -> None:
         """Delete rows; the next `scrub` removes their bytes from the file."""
         if self.change(statement, *values):
-            self.change(f"PRAGMA user_version={_DELETED}")
+            self.change(f"PRAGMA user_version={self._deletions() + 1}")
 
     def scrub(self) -> None:
         """Remove the bytes of deleted rows from the file."""
         with self._lock, self._explained():
-            [[state]] = self.rows("PRAGMA user_version")
-            if state == _DELETED:
-                self.change("VACUUM")
+            if (removed := self._deletions()) == _CLEAN:
+                return
+            self.change("VACUUM")
+        with self.transaction():
+            if self._deletions() == removed:  # or another process has deleted more meanwhile
                 self.change(f"PRAGMA user_version={_CLEAN}")
+
+    def _deletions(self) -> int:
+        [[count]] = self.rows("PRAGMA user_version")
+        return int(count)
 
     def insert(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
         self._database.executemany(statement, rows).close()

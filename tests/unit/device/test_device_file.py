@@ -158,6 +158,32 @@ finally:
 """
 
 
+def test_what_another_process_deletes_during_a_scrub_is_left_to_the_next(tmp_path: Path) -> None:
+    path, schema = tmp_path / "device.db", "CREATE TABLE IF NOT EXISTS word (text TEXT) STRICT"
+    with closing(DeviceFile(path, schema)) as runtime, closing(DeviceFile(path, schema)) as app:
+        with app.transaction():
+            app.insert("INSERT INTO word VALUES (?)", [("first",), ("second",)])
+            app.delete("DELETE FROM word WHERE text = 'first'")
+        seen: list[str] = []
+
+        def deleting(statement: str) -> None:
+            is_next = "VACUUM" in seen and not statement.startswith("--")
+            seen.append(statement)
+            if is_next and seen.count("VACUUM") == 1 and "deleted" not in seen:
+                seen.append("deleted")
+                with app.transaction():
+                    app.delete("DELETE FROM word WHERE text = 'second'")
+
+        runtime._database.set_trace_callback(deleting)
+        runtime.scrub()
+        assert "deleted" in seen
+        assert app.rows("SELECT * FROM word") == []
+        runtime.scrub()
+        assert seen.count("VACUUM") == 2
+        runtime.scrub()
+        assert seen.count("VACUUM") == 2, "nothing was deleted since"
+
+
 def test_to_open_the_file_again_drops_no_lock_of_this_process(tmp_path: Path) -> None:
     """POSIX drops all locks of a process on a file when it closes any descriptor of it."""
     path = tmp_path / "device.db"
