@@ -68,6 +68,7 @@ from papaya.study.workloads.registry import (
     Prepared,
     Steps,
     WorkloadSpec,
+    own_data,
     prepare,
     with_source,
 )
@@ -273,6 +274,8 @@ def _prepared(
     name = str(NO_FILE if isinstance(task, Task) else task)
     spec = WorkloadSpec(name, data, seconds_per_example, partition, judges, steps)
     fleet = _population(population)
+    if name in BUILT_IN and clients is not None:
+        raise own_data(name)
     with elapsed(spec.preparation) if progress else nullcontext():
         if name in BUILT_IN or (clients is None and not isinstance(task, Task)):
             return prepare(spec, fleet)

@@ -22,6 +22,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from papaya.config import OptimizerConfig, TaskConfig
+from papaya.config.checks import require
 from papaya.errors import CannotCompile, ConfigError, Diverged, OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.entry_points import load_used
@@ -183,10 +184,15 @@ def prepare(spec: WorkloadSpec, population: PopulationConfig = DEFAULT) -> Prepa
 
 
 def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
-    if spec.data is not None:
-        raise OperatorError(
-            f"{spec.name} has its own data", hint="leave --data out, or use a task file"
-        )
+    if spec.data is not None or spec.partition is not None:
+        raise own_data(spec.name)
+    for field, value, is_default in (
+        ("judges", spec.judges, spec.judges == MOST_JUDGES),
+        ("seconds_per_example", spec.seconds_per_example, spec.seconds_per_example is None),
+        ("steps", spec.steps, spec.steps != "compiled"),
+    ):
+        remedy = "leave it out, or use a task file"
+        require(is_default, field, value, f"has no effect on {spec.name}", remedy)
     if spec.settings:
         raise OperatorError(
             f"--set {spec.settings[0]}: {spec.name} has no task file",
@@ -213,6 +219,12 @@ def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
         make=make,
         about=f"{spec.name}: {workload.length:,} parameters, a synthetic language",
         manifest=Manifest.of({"parameters": workload.initial(0)}),
+    )
+
+
+def own_data(name: str) -> OperatorError:
+    return OperatorError(
+        f"{name} has its own data", hint="leave out the data and the partition, or use a task file"
     )
 
 

@@ -164,6 +164,11 @@ def test_a_sweep_does_not_take_results_of_another_task_of_a_notebook(tmp_path: P
         ({"clients": [{"x": 1}]}, "which example belongs to which client"),
         ({"clients": [[b"1"]], "partition": "column:user"}, "pair or a mapping"),
         ({"clients": some_clients(), "regime": "sync", "goal": 3}, "only with the regime async"),
+        ({"clients": some_clients(), "task": "embedding"}, "embedding has its own data"),
+        ({"partition": "column:user", "task": "bigram"}, "bigram has its own data"),
+        ({"judges": 3, "task": "embedding"}, "judges = 3: has no effect on embedding"),
+        ({"steps": "compiled", "task": "embedding"}, "steps = 'compiled': has no effect on"),
+        ({"seconds_per_example": 2.0, "task": "embedding"}, "has no effect on embedding"),
         ({"clients": [["{}"]]}, "an example of type str: '{}'; examples are bytes"),
         ({"clients": {"a": [b"1", {"x": 1}]}}, "an example of type dict"),
         ({"clients": [[]]}, "clients contains no examples"),
@@ -174,6 +179,6 @@ def test_a_sweep_does_not_take_results_of_another_task_of_a_notebook(tmp_path: P
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], problem: str) -> None:
     with pytest.raises(PapayaError, match=problem):
-        papaya.simulate(EXAMPLE, **{**SMALL, **given})
+        papaya.simulate(**{"task": EXAMPLE, **SMALL, **given})
     with pytest.raises(AttributeError, match="no attribute 'simulat'"):
         papaya.simulat  # noqa: B018
