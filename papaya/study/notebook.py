@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec import structs
 
-from papaya.config.checks import require_count, require_number
+from papaya.config.checks import require, require_count, require_number
 from papaya.errors import OperatorError
 from papaya.learning.task import NO_FILE, LoadedTask, Task, load_task, loaded_in_memory
 from papaya.progress import Progress, elapsed
@@ -119,7 +119,8 @@ def simulate(
         "server_rate": server_rate,
     }
     _check_numbers(
-        {"updates": updates, "evaluations": evaluations, "judges": judges, "processes": processes},
+        {"updates": updates, "evaluations": evaluations, "judges": judges, "processes": processes}
+        | {"concurrency": concurrency, "goal": goal},
         {"hours": hours, "seed": seed, "seconds_per_example": seconds_per_example, **setting},
     )
     prepared = _prepared(
@@ -336,6 +337,7 @@ def _check_numbers(counts: Mapping[str, int | None], others: Mapping[str, float 
     for name, count in counts.items():
         if count is not None:
             require_count(name, count)
+            require(count == int(count), name, count, "must be a whole number", f"round {name}")
     for name, value in others.items():
         if value is not None:
             require_number(name, value)

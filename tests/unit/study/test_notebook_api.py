@@ -164,6 +164,8 @@ def test_a_sweep_does_not_take_results_of_another_task_of_a_notebook(tmp_path: P
         ({"clients": [{"x": 1}]}, "which example belongs to which client"),
         ({"clients": [[b"1"]], "partition": "column:user"}, "pair or a mapping"),
         ({"clients": some_clients(), "regime": "sync", "goal": 3}, "only with the regime async"),
+        ({"clients": some_clients(), "goal": 2.5}, "goal = 2.5: must be a whole number"),
+        ({"clients": some_clients(), "concurrency": 9.5}, "concurrency = 9.5: must be a whole"),
         ({"clients": some_clients(), "task": "embedding"}, "embedding has its own data"),
         ({"partition": "column:user", "task": "bigram"}, "bigram has its own data"),
         ({"judges": 3, "task": "embedding"}, "judges = 3: has no effect on embedding"),
