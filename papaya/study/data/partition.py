@@ -1,6 +1,7 @@
 """Partitions: which client gets which row of a table.
 
-    ByColumn       each value of a column is a client: users, devices, hospitals
+    ByColumn       each value of a column is a client: users, devices, hospitals; a row without a
+                   value is refused
     Dirichlet      label skew: the rows of each label are shared out by Dirichlet(alpha) weights
                    over the clients (Yurochkin et al. 2019; small alpha: few labels per client)
     LabelShards    label skew: rows sorted by label, cut into equal shards, some for each client
@@ -117,7 +118,15 @@ def shares(partition: Partition, table: _Table) -> Iterator[tuple[str, list[byte
 
 
 def _by_column(partition: ByColumn, table: _Table) -> Iterator[tuple[str, list[int]]]:
-    for value, rows in _grouped(table.column(partition.column)).items():
+    values = table.column(partition.column)
+    if missing := [row for row, value in enumerate(values) if value is None or value != value]:
+        have = "row has" if len(missing) == 1 else "rows have"
+        raise OperatorError(
+            f"{table.name}: {len(missing):,} {have} no value in the column {partition.column!r}; "
+            f"the first is row {missing[0]}, counted from 0",
+            hint="leave such rows out, or name a client in each",
+        )
+    for value, rows in _grouped(values).items():
         yield str(value), rows
 
 

@@ -51,6 +51,21 @@ def test_each_value_of_a_column_is_a_client() -> None:
     assert everything(source)[3] == expected
 
 
+def test_rows_without_a_client_are_not_one_client(tmp_path: Path) -> None:
+    frame = a_frame()
+    frame.loc[[4, 9], "user"] = None
+    problem = "2 rows have no value in the column 'user'; the first is row 4"
+    with pytest.raises(OperatorError, match=problem):
+        table_source(frame, ByColumn("user"))
+    frame.to_csv(tmp_path / "data.csv", index=False)
+    with pytest.raises(OperatorError, match=problem):
+        open_source(
+            f"csv:{tmp_path / 'data.csv'}", load_task(Path("examples/leaf.py")), ByColumn("user")
+        )
+    with pytest.raises(OperatorError, match="1 row has no value"):
+        table_source([{"x": 1.0, "user": "a"}, {"x": 2.0}], ByColumn("user"))
+
+
 def test_all_kinds_of_tables_give_the_same_examples(tmp_path: Path) -> None:
     frame = a_frame()
     frame.to_csv(tmp_path / "data.csv", index=False)
