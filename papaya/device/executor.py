@@ -88,12 +88,14 @@ class JobResult(Struct, frozen=True):
     `device_state`: what the device keeps after training, if the task has personal tensors.
 
     For "load": the examples of each text, as MessagePack, and their number. For "check": the
-    `UnfitExample` as MessagePack, or nothing.
+    `UnfitExample` as MessagePack, or nothing. `keeps_tensors`, for "try": whether devices keep
+    tensors of the model, as far as the program says so.
     """
 
     update: bytes
     examples: int
     device_state: bytes = b""
+    keeps_tensors: bool = False
 
 
 class UnfitExample(Struct, frozen=True):
@@ -137,6 +139,11 @@ class TrainingEngine(Protocol):
 
     @property
     def manifest(self) -> Manifest: ...
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the task has personal tensors."""
+        ...
 
     def check(self, examples: Sequence[bytes]) -> None:
         """Raises if the task cannot make a batch of these examples."""

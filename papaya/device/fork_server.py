@@ -244,7 +244,7 @@ def _run(job: Job, engine: TrainingEngine, step_done: StepDone) -> JobResult:
         return _check_examples(job.examples, engine)
     if job.kind == "try":
         engine.try_program()
-        return JobResult(b"", 0)
+        return JobResult(b"", 0, keeps_tensors=engine.keeps_state)
     parameters = decode(job.parameters, engine.manifest.length)
     engine.device_state = job.device_state
     if job.kind == "train":
@@ -375,7 +375,12 @@ def _load_program(path: str) -> tuple[TrainingEngine, TaskFile]:
     frozen = frozen_beside(Path(path)) if header.file_names else None
     if frozen is not None:
         _require_digest(frozen, header.frozen_sha256)
-    terms = structs.replace(header.terms, collection=header.examples.collection, task=header.task)
+    terms = structs.replace(
+        header.terms,
+        collection=header.examples.collection,
+        task=header.task,
+        keeps_tensors=bool(header.personal),
+    )
     file = TaskFile(
         *(path, header.task, program.name, terms, header.examples),
         frozen="" if frozen is None else str(frozen),

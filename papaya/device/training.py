@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
-from msgspec import Struct, msgpack
+from msgspec import Struct, msgpack, structs
 
 from papaya.bundle.errors import BundleError
 from papaya.bundle.head import PROGRAM_FILES
@@ -180,17 +180,22 @@ class ExecutorTrainer:
             frozen="" if bundle.frozen is None else str(bundle.frozen),
             memory_mb=bundle.memory_mb,
         )
-        await self._try(run, file, min(manifest.training_timeout_s, _MAX_CHECK_S))
+        keeps = await self._try(run, file, min(manifest.training_timeout_s, _MAX_CHECK_S))
+        file = structs.replace(file, terms=structs.replace(file.terms, keeps_tensors=keeps))
         replaced, self._files[run] = self._files.get(run, file), file
         if _job_name(run, replaced) != _job_name(run, file):
             self._executor.remove_bundle(_job_name(run, replaced))
 
-    async def _try(self, run: TaskId, file: TaskFile, timeout_s: float) -> None:
-        """Only the trial can name the file before it is accepted."""
-        name, is_accepted = _job_name(run, file), self._files.get(run) == file
+    async def _try(self, run: TaskId, file: TaskFile, timeout_s: float) -> bool:
+        """Whether its devices keep tensors. Only the trial can name the file before it is
+        accepted.
+        """
+        name, known = _job_name(run, file), self._files.get(run)
+        # What an earlier trial has found out is in the terms too.
+        is_accepted = known is not None and structs.replace(known, terms=file.terms) == file
         try:
             self._executor.add_bundle(name, file)
-            await self._executor.run(Job("try", name, b"", ()), timeout_s)
+            tried = await self._executor.run(Job("try", name, b"", ()), timeout_s)
         except BaseException as error:
             if not is_accepted:
                 self._executor.remove_bundle(name)
@@ -199,6 +204,7 @@ class ExecutorTrainer:
             if isinstance(error, JobFailed | OperatorError):
                 raise BundleError("engine", f"{file.task}: {error}") from error
             raise
+        return tried.keeps_tensors
 
     def knows(self, program: TaskId) -> bool:
         return program in self._files

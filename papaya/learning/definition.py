@@ -253,8 +253,8 @@ class TaskTerms(Struct, frozen=True):
     upload_bits: Literal[16] | UnsetType = UNSET
     """Of a masked word. Unset if it is 32, and for a task in the clear."""
     keeps_tensors: bool | UnsetType = UNSET
-    """Whether devices may keep tensors of the model. Unset if that is unknown: manifests and
-    program files do not say it."""
+    """Whether devices may keep tensors of the model. Unset if that is unknown: manifests do not say
+    it, so a device finds out when it tries the program."""
 
     @classmethod
     def of(cls, config: TaskConfig) -> TaskTerms:

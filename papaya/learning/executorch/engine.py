@@ -56,6 +56,11 @@ class ExecuTorchEngine:
         self._personal = file.header.personal_layout
         self.device_state = b""
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the task has personal parameters."""
+        return self._personal is not None
+
     def check(self, examples: Sequence[bytes]) -> None:
         """Raises if an example does not fit the task's fields."""
         read_fields(self._file.header.fields, examples)

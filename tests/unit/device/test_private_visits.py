@@ -158,7 +158,9 @@ def test_personal_tensors_need_a_window_of_twice_the_age_of_examples(
 
 
 def test_a_task_that_was_declined_for_its_window_is_not_trained_again(tmp_path: Path) -> None:
-    """What a signed task keeps shows only after training: the device trains it once."""
+    """An app's own trainer may not say what a task keeps, nor a hostile program: it shows after
+    training.
+    """
     budget = structs.replace(BUDGET, window_s=UsePolicy().max_age_s)
     policies = {"keyboard": UsePolicy(tasks=("*",), budget=budget)}
     trainer = PersonalTrainer(terms(2.0))

@@ -201,6 +201,8 @@ def test_a_job_returns_what_the_device_keeps_and_no_more(tmp_path: Path) -> None
         await sandbox.start()
         try:
             assert [task.terms.keeps_tensors for task in sandbox.tasks] == [True]
+            trial = await sandbox.run(Job("try", str(file), b"", ()), 60.0)
+            assert trial == JobResult(b"", 0, keeps_tensors=True)
             state, biases = b"", list[float]()
             for _ in range(3):
                 job = Job("train", str(file), parameters, (b"x",), device_state=state)

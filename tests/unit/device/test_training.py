@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from papaya.bundle.errors import BundleError
 from papaya.client.work import Finish, Trained
 from papaya.device.bundles import Bundle
 from papaya.device.events import Event, VisitEnded
@@ -223,6 +224,33 @@ def test_a_revision_is_trained_only_after_its_trial(ending: str) -> None:
         last = new if ending == "accepted" else old
         assert executor.trained == [old.manifest.encode(), last.manifest.encode()]
         assert len(executor.bundled) == 1, "nothing keeps the other revision"
+
+    asyncio.run(scenario())
+
+
+def test_the_trial_finds_out_whether_a_bundle_keeps_tensors() -> None:
+    """Its manifest does not say so, and a device may have to decline it before training."""
+
+    class KeepingExecutor(BundleExecutor):
+        async def run(
+            self, job: Job, timeout_s: float, step_done: StepDone = unwatched
+        ) -> JobResult:
+            await super().run(job, timeout_s, step_done)
+            return JobResult(b"", 0, keeps_tensors=True)
+
+    async def scenario() -> None:
+        bundle = revision(3)
+        executor = KeepingExecutor(slow=b"")
+        trainer = ExecutorTrainer(executor, lambda: 0.0, Random(1), engine_version="9")
+        await trainer.add_bundle(bundle)
+        accepted = trainer.terms(bundle.run)
+        assert accepted == structs.replace(bundle.terms, keeps_tensors=True)
+        # The lease was renewed, and now the program cannot be loaded.
+        executor._slow, executor.problem = bundle.manifest.encode(), JobFailed("crashed", "no room")
+        executor.go_on.set()
+        with pytest.raises(BundleError, match="no room"):
+            await trainer.add_bundle(bundle)
+        assert len(executor.bundled) == 1, "the accepted program is still there"
 
     asyncio.run(scenario())
 
