@@ -7,11 +7,12 @@ The first line names the columns. A column has the first of these types that fit
     booleans        true, False       in lower case, in upper case or with a capital
     texts           everything else   as it stands in the file
 
-An empty value and the words in `MISSING` are None. The file is UTF-8 text with commas, or such a
-file compressed with gzip (`.gz`). Refused (ValueError): lines with more or fewer values than there
-are columns, two columns with one name, damaged compression. A column with at least ten times as
-many numbers as other values is probably meant to have numbers only: its first other value is
-refused (OperatorError), because it would turn the whole column into texts.
+A column that names clients has texts. An empty value and the words in `MISSING` are None. The file
+is UTF-8 text with commas, or such a file compressed with gzip (`.gz`). Refused (ValueError): lines
+with more or fewer values than there are columns, two columns with one name, damaged compression. A
+column with at least ten times as many numbers as other values is probably meant to have numbers
+only: its first other value is refused (OperatorError), because it would turn the whole column into
+texts.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _MOSTLY: Final = 10
 
 
 def csv_columns(path: Path, names_of_clients: Sequence[str] = ()) -> dict[str, list[Any]]:
-    """The values of each column, in the order of the file. A column that names clients may have
-    any mixture of numbers and texts.
+    """The values of each column, in the order of the file. A column that names clients has texts:
+    007 and 7 are two clients.
     """
     csv.field_size_limit(_LONGEST_VALUE)  # the default is 128 KiB, which a text may exceed
     with _opened(path) as file:
@@ -61,8 +62,11 @@ def csv_columns(path: Path, names_of_clients: Sequence[str] = ()) -> dict[str, l
     texts = zip(*rows, strict=True) if rows else ([] for _ in names)
     columns = {}
     for name, column in zip(names, texts, strict=True):
+        if name in names_of_clients:
+            columns[name] = _names(column)
+            continue
         columns[name] = _typed(column)
-        odd = None if name in names_of_clients else _odd_one(column, columns[name])
+        odd = _odd_one(column, columns[name])
         if odd is not None:
             raise OperatorError(
                 f"{path}, line {found[odd][0]}: the column {name!r} has numbers, but here "
@@ -90,6 +94,12 @@ def _odd_one(texts: Sequence[str], typed: Sequence[Any]) -> int | None:
     given = [place for place, value in enumerate(typed) if isinstance(value, str)]
     odd = [place for place in given if not _NUMBER.fullmatch(texts[place])]
     return odd[0] if odd and len(given) - len(odd) >= _MOSTLY * len(odd) else None
+
+
+def _names(texts: Sequence[str]) -> list[str | None]:
+    """As they stand in the file, but for spaces around numbers."""
+    plain = (text.strip() if _NUMBER.fullmatch(text) else text for text in texts)
+    return [None if text in MISSING else text for text in plain]
 
 
 def _typed(texts: Sequence[str]) -> list[Any]:

@@ -92,6 +92,17 @@ def test_a_value_that_would_turn_numbers_into_texts_is_named(tmp_path: Path) -> 
     assert csv_columns(path, ("user",))["user"][-2:] == ["9", "admin"]
 
 
+def test_names_of_clients_are_texts(tmp_path: Path) -> None:
+    """007 and 7 are two clients, not one."""
+    path = tmp_path / "data.csv"
+    path.write_text("user,x\n007,007\n7,7\n 7,7\n1e3,1\n1000,2\n,3\n")
+    found = csv_columns(path, ["user"])
+    assert found == {
+        "user": ["007", "7", "7", "1e3", "1000", None],
+        "x": [7, 7, 7, 1, 2, 3],
+    }
+
+
 def test_a_file_without_rows_has_columns(tmp_path: Path) -> None:
     assert columns_of(tmp_path, "a,b\n") == {"a": [], "b": []}
     assert columns_of(tmp_path, "") == {}
