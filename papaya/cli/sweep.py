@@ -37,7 +37,7 @@ from papaya.progress import elapsed
 from papaya.sim.report import percent
 from papaya.study.lab import LabStep
 from papaya.study.run import DEFAULT_UPDATES, UNBOUNDED, most_updates
-from papaya.study.run_warnings import ended_early_in_sweep, ignored_settings
+from papaya.study.run_warnings import before_sweep, ended_early_in_sweep
 from papaya.study.sweep import (
     FIELDS,
     VARIABLES,
@@ -164,7 +164,7 @@ def run(options: SweepOptions) -> int:
         prepared = prepare(plan.workload, plan.population)
     folder = make_folder(options.output)
     note(prepared.about)
-    for warning in ignored_settings(prepared.task):
+    for warning in before_sweep(prepared.task, plan.vary):
         note(f"warning: {warning}")
     with writing(folder), resumable(), Progress() as progress:
         outcomes = sweep(

@@ -48,9 +48,9 @@ from papaya.study.lab import LabStep
 from papaya.study.run import RunResult, most_updates
 from papaya.study.run_warnings import (
     before_run,
+    before_sweep,
     ended_early,
     ended_early_in_sweep,
-    ignored_settings,
 )
 from papaya.study.simulation import (
     SimulatedRun,
@@ -192,7 +192,7 @@ def sweep(
             "other processes cannot load a Task that is defined in a notebook",
             hint="write the task to a file, or use jobs=1",
         )
-    _warn(ignored_settings(prepared.task))
+    _warn(before_sweep(prepared.task, vary))
     with _folder(output) as folder, _telling(progress) as tell:
         spec = _for_processes(prepared, folder) if jobs > 1 else prepared.spec
         plan = Plan(

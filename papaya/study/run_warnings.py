@@ -6,7 +6,7 @@ Commands print these as warnings, `papaya.simulate` and `papaya.sweep` as Python
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec import structs
 
@@ -20,6 +20,16 @@ def ignored_settings(task: TaskConfig) -> list[str]:
     rules = structs.asdict(task.stop).items()
     named = ", ".join(f"stop.{field}" for field, value in rules if value is not None)
     return [f"a simulation ignores {named}: it ends by updates or hours"] if named else []
+
+
+def before_sweep(task: TaskConfig, varied: Collection[str]) -> list[str]:
+    found = ignored_settings(task)
+    if "client.epochs" in varied:
+        found.append(
+            "the sweep varies client.epochs, but simulated devices take as long with any number of "
+            "epochs: compare losses and trips, not hours"
+        )
+    return found
 
 
 def before_run(task: TaskConfig, run: Run) -> list[str]:

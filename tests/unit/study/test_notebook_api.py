@@ -139,6 +139,13 @@ def test_a_sweep_has_a_row_for_each_setting(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").glob("*.json"))) == 4
 
 
+def test_a_sweep_of_epochs_says_that_they_take_no_time() -> None:
+    """All settings are learnt along one recording, with its times."""
+    with pytest.warns(UserWarning, match=r"varies client\.epochs, .* compare losses and trips"):
+        found = papaya.sweep(EXAMPLE, some_clients(), vary={"client.epochs": (1, 3)}, **SMALL)
+    assert len(set(found.table["hours"])) == 1
+
+
 def test_a_sweep_does_not_take_results_of_another_task_of_a_notebook(tmp_path: Path) -> None:
     """The functions have the same source; only a value that they use differs."""
     task = load_task(Path(EXAMPLE)).task
