@@ -285,14 +285,14 @@ def test_a_torch_task_in_processes_gives_the_same_bits(line: LoadedTask) -> None
 def test_a_torch_task_that_changed_is_refused_by_a_worker(line: LoadedTask) -> None:
     """A file that changes later is no problem: its content has been sent."""
     shipped, parameters = ShippedTask.of(line), line.initial_parameters()
-    judged = [_Judged(rows_of(0, 1), b"")]
-    before = _results(shipped, None, parameters, judged)
+    judged, client = [_Judged(rows_of(0, 1), b"")], line.task.client
+    before = _results(shipped, None, parameters, client, judged)
     line.path.write_text(TASK + "# changed\n")
     other = replace(shipped, path=line.path.with_name("missing.py"))
     for sent in (shipped, other):
-        assert _results(sent, None, parameters, judged).tolist() == before.tolist()
+        assert _results(sent, None, parameters, client, judged).tolist() == before.tolist()
     with pytest.raises(OperatorError, match="changed during the simulation"):
-        _results(ShippedTask.of(line), None, parameters, judged)
+        _results(ShippedTask.of(line), None, parameters, client, judged)
 
 
 def test_a_source_with_too_few_examples_is_refused(line: LoadedTask) -> None:

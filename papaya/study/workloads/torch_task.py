@@ -173,9 +173,10 @@ class TorchWorkload:
         owners = map(self._client_of, self.held_out.device.tolist())
         states = [self.device_states.get(owner, b"") for owner in owners]
         examples = list(map(_Judged, self._held_out_examples, states))
+        client = self.loaded.task.client
         if self._pool is None or self._shipped is None:
-            return self._trainer.results(parameters, examples)
-        judge = partial(_results, self._shipped, self._library, parameters)
+            return self._trainer.results(parameters, examples, client)
+        judge = partial(_results, self._shipped, self._library, parameters, client)
         parts = self._pool.map(judge, _shares(examples, self._processes))
         return np.concatenate(list(parts))
 
@@ -267,16 +268,25 @@ class _Trainer:
             return TorchEngine(loaded)
         return CompiledEngine(loaded, self._library)
 
-    def results(self, parameters: Vector, clients: Sequence[_Judged]) -> Floats:
-        """A row for each client: its mean loss, then its mean of each metric."""
+    def results(
+        self, parameters: Vector, clients: Sequence[_Judged], settings: ClientSGD
+    ) -> Floats:
+        """A row for each client: its mean loss, then its mean of each metric. With these settings,
+        whatever this process has trained with before, or has read in its copy of the file.
+        """
         bounds = self._loaded.task.metric_bounds
         found = np.empty((len(clients), 1 + len(bounds)))
-        for row, client in enumerate(clients):
-            examples, self._engine.device_state = client.examples, client.state
-            with self._blaming([(f"judged client {row}", examples)]):
-                sums = self._engine.evaluate(parameters, examples, len(examples))
-            share = summarize(np.frombuffer(sums, FLOAT32), metrics=bounds).all
-            found[row] = (share.loss, *share.metrics.values())
+        trains = self._engine.task
+        self._engine.task = structs.replace(trains, client=settings)
+        try:
+            for row, client in enumerate(clients):
+                examples, self._engine.device_state = client.examples, client.state
+                with self._blaming([(f"judged client {row}", examples)]):
+                    sums = self._engine.evaluate(parameters, examples, len(examples))
+                share = summarize(np.frombuffer(sums, FLOAT32), metrics=bounds).all
+                found[row] = (share.loss, *share.metrics.values())
+        finally:
+            self._engine.task = trains
         return found
 
     @contextmanager
@@ -337,6 +347,10 @@ def _train(
 
 
 def _results(
-    shipped: ShippedTask, library: Library | None, parameters: Vector, clients: list[_Judged]
+    shipped: ShippedTask,
+    library: Library | None,
+    parameters: Vector,
+    settings: ClientSGD,
+    clients: list[_Judged],
 ) -> Floats:
-    return _own(shipped, library).results(parameters, clients)
+    return _own(shipped, library).results(parameters, clients, settings)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from papaya.errors import ConfigError
 from papaya.learning.parameters import FLOAT32
+from papaya.learning.settings import with_client
 from papaya.learning.task import load_task
 from papaya.learning.torch.engine import TorchEngine
 from papaya.study.workloads.base import Clients
@@ -89,6 +92,30 @@ def test_a_new_run_starts_with_the_initial_tensors(workload: TorchWorkload) -> N
     np.testing.assert_array_equal(
         workload.train([start], np.zeros(1, np.int64), clients(0), client), first
     )
+
+
+def test_what_was_trained_before_does_not_change_an_evaluation(workload: TorchWorkload) -> None:
+    """A sweep trains with other settings in the same process, one run after the other."""
+    start = workload.initial(0)
+    before = workload.evaluate(start)
+    other = structs.replace(workload.loaded.task.client, max_examples=2, batch_size=1)
+    workload.train([start], np.zeros(1, np.int64), clients(0), other)
+    workload.initial(0)  # a new run
+    assert workload.evaluate(start) == before
+
+
+def test_processes_evaluate_with_the_settings_of_the_run(tmp_path: Path) -> None:
+    """A process loads the file, in which `--set client.max_examples=2` is not written."""
+    path = tmp_path / "own.py"
+    path.write_text(SOURCE)
+    loaded = with_client(load_task(path), ["max_examples=2"])
+    held_out = clients(0, 1, 2)
+    alone = TorchWorkload(loaded, examples_of, held_out, judged_on=partial(examples_of, count=6))
+    start = alone.initial(0)
+    with TorchWorkload(
+        loaded, examples_of, held_out, judged_on=partial(examples_of, count=6), processes=2
+    ) as spread:
+        assert spread.evaluate(start) == alone.evaluate(start)
 
 
 LOOP = """
