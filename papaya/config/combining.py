@@ -183,6 +183,12 @@ class Aggregation(Settings, frozen=True):
         """Does a built-in rule count all updates the same?"""
         return self.kind in ("trimmed_mean", "median")
 
+    def trimmed(self, members: int) -> int:
+        """How many of the smallest values are left out, and of the largest. `trim` is meant as it
+        is written: 0.29 of 100 are 29, although the product of the floats is below 29.
+        """
+        return min(math.floor(round(self.trim * members, 9)), (members - 1) // 2)
+
     @property
     def stored_as(self) -> str:
         """Settings with the same value store their buffers in the same way."""

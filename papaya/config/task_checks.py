@@ -233,7 +233,7 @@ def _check_aggregation(task: TaskConfig) -> None:
     )
     goal, trim = task.aggregation_goal, rule.trim
     require(
-        rule.kind != "trimmed_mean" or math.floor(trim * goal) >= 1,
+        rule.kind != "trimmed_mean" or rule.trimmed(goal) >= 1,
         "aggregation.trim",
         trim,
         f"trims nothing from {goal} updates",

@@ -124,7 +124,7 @@ class _Median(MembersRule):
 
 class _TrimmedMean(MembersRule):
     def combine(self, members: BufferMembers) -> Vector:
-        trimmed = math.floor(self.config.trim * len(members))
+        trimmed = self.config.trimmed(len(members))
         kept = slice(trimmed, len(members) - trimmed)
         return members.each_coordinate(lambda ordered: ordered[:, kept].mean(axis=1, dtype=FLOAT64))
 

@@ -118,6 +118,18 @@ def test_the_order_of_members_does_not_show(
     assert np.array_equal(first, other)
 
 
+@pytest.mark.parametrize("hundredths", range(1, 50))
+def test_the_share_that_is_trimmed_is_meant_as_it_is_written(hundredths: int) -> None:
+    rule = Aggregation("trimmed_mean", trim=hundredths / 100)
+    for members in range(1, 1001):
+        assert rule.trimmed(members) == hundredths * members // 100
+
+
+def test_trimming_leaves_a_value() -> None:
+    rule = Aggregation("trimmed_mean", trim=math.nextafter(0.5, 0.0))
+    assert [rule.trimmed(members) for members in (1, 2, 3, 4)] == [0, 0, 1, 1]
+
+
 @given(buffer=buffers(least=5), evil=st.sampled_from([-3e38, -1.0, 0.0, 1e6, 3e38]))
 def test_a_minority_cannot_leave_the_range_of_the_others(
     buffer: tuple[Rows, list[int]], evil: float
