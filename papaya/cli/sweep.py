@@ -36,7 +36,7 @@ from papaya.errors import OperatorError
 from papaya.progress import elapsed
 from papaya.sim.report import percent
 from papaya.study.lab import LabStep
-from papaya.study.run import DEFAULT_UPDATES, UNBOUNDED, most_updates
+from papaya.study.run import DEFAULT_UPDATES, most_updates
 from papaya.study.run_warnings import before_sweep, ended_early_in_sweep
 from papaya.study.sweep import (
     FIELDS,
@@ -50,7 +50,7 @@ from papaya.study.sweep import (
     sweep,
     varied_in,
 )
-from papaya.study.trace import MOST_HOURS
+from papaya.study.trace import MOST_HOURS, UNBOUNDED
 from papaya.study.workloads.registry import BUILT_IN, prepare
 
 _REGIMES: dict[str, Regime] = {"async": "async", "sync": "sync"}

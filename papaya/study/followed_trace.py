@@ -33,7 +33,14 @@ import papaya
 from papaya.config import TaskConfig
 from papaya.errors import InvariantError, OperatorError
 from papaya.sim.report import RunReport
-from papaya.study.trace import MEMBER_KINDS, MOST_HOURS, VERSION_KINDS, Trace, trace_of
+from papaya.study.trace import (
+    MEMBER_KINDS,
+    MOST_HOURS,
+    UNBOUNDED,
+    VERSION_KINDS,
+    Trace,
+    trace_of,
+)
 
 if TYPE_CHECKING:
     from papaya.study.run import RecordingPlan
@@ -58,7 +65,7 @@ class TraceEnd(Struct, tag="end"):
 
 def can_follow(plan: RecordingPlan) -> bool:
     """Whether it is known how many versions the plan records."""
-    return plan.hours >= MOST_HOURS and plan.drain_s == 0
+    return plan.hours >= MOST_HOURS and plan.drain_s == 0 and plan.updates < UNBOUNDED
 
 
 class FollowedTrace:

@@ -35,7 +35,7 @@ from papaya.study.followed_trace import FollowedTrace
 from papaya.study.identity import digest
 from papaya.study.precision import Norms, Precision, norms_of, precision
 from papaya.study.replay import Curve, Rates, learn
-from papaya.study.trace import MOST_HOURS, Recorder, Trace, least_s, record
+from papaya.study.trace import MOST_HOURS, UNBOUNDED, Recorder, Trace, least_s, record
 from papaya.study.workloads.base import (
     Clients,
     KeepsDeviceStates,
@@ -48,7 +48,6 @@ from papaya.study.workloads.base import (
 _TRACED_LENGTH: Final = 4
 _MAX_WARM_UP_S: Final = 600.0
 _UPDATES_PER_PLACE: Final = 50  # in an hour, about
-UNBOUNDED: Final = 10**12  # updates: more than any run has
 DEFAULT_UPDATES: Final = 5000
 
 

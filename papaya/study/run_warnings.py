@@ -12,7 +12,8 @@ from msgspec import structs
 
 from papaya.config import TaskConfig
 from papaya.progress import plural
-from papaya.study.run import UNBOUNDED, Run, RunResult
+from papaya.study.run import Run, RunResult
+from papaya.study.trace import UNBOUNDED
 
 
 def ignored_settings(task: TaskConfig) -> list[str]:

@@ -44,6 +44,7 @@ _FORMAT = 1
 _MAX_SAMPLES = 1200
 _COPY_SHIFT = 40  # of the number of a device: more than a population has
 MOST_HOURS = 10_000.0  # more than any run has
+UNBOUNDED = 10**12  # updates: more than any run has
 _SAMPLED_VISITS = 4096
 
 

@@ -39,7 +39,8 @@ from papaya.sim.population import DEFAULT, PopulationConfig
 from papaya.study.experiments.result import Check, Finding, Ratios, bounded_ratios, number
 from papaya.study.lab import Lab
 from papaya.study.replay import EVALUATIONS, Curve, Point, Rates
-from papaya.study.run import UNBOUNDED, RecordingPlan, Run, RunResult
+from papaya.study.run import RecordingPlan, Run, RunResult
+from papaya.study.trace import UNBOUNDED
 from papaya.study.workloads.base import Workload
 from papaya.study.workloads.language import LanguageWorkload
 from papaya.study.workloads.paper import Dialect, Model, corpus_file, is_text, paper_workload

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from papaya.config import AsyncFL, OptimizerConfig, SyncFL, TaskConfig
 from papaya.errors import InvariantError, OperatorError
@@ -19,7 +20,7 @@ from papaya.learning.parameters import Vector
 from papaya.sim.draws import Ints
 from papaya.sim.population import PopulationConfig
 from papaya.study.checkpoint import Checkpoints
-from papaya.study.followed_trace import FollowedTrace, follow
+from papaya.study.followed_trace import FollowedTrace, can_follow, follow
 from papaya.study.replay import Rates
 from papaya.study.run import (
     RecordingPlan,
@@ -27,6 +28,7 @@ from papaya.study.run import (
     clients_to_train,
     fleet_of,
     learn_run,
+    most_updates,
     record_plan,
     recordable,
 )
@@ -122,3 +124,5 @@ def test_a_recording_that_ends_early_is_reported() -> None:
 def test_a_recording_of_hours_is_not_followed() -> None:
     with pytest.raises(InvariantError, match="hours"), follow(a_plan(AsyncFL(20), hours=1.0)):
         pass
+    updates = most_updates(None, MOST_HOURS)  # `--hours 10000` alone
+    assert not can_follow(structs.replace(a_plan(AsyncFL(20)), updates=updates))
