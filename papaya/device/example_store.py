@@ -89,7 +89,7 @@ class ExampleStore:
 
     def __init__(self, path: StrPath, policies: UsePolicies | None = None) -> None:
         """`policies` declares or replaces collections; all others are unchanged."""
-        self._policies: dict[str, UsePolicy] = {}
+        self._policies: dict[str, UsePolicy] = {}  # replaced, never changed: threads iterate it
         self._file = DeviceFile(path, _SCHEMA)
         try:
             self.declare(policies or {})
@@ -126,7 +126,7 @@ class ExampleStore:
                     name,
                     msgspec.json.encode(policy),
                 )
-        self._policies |= policies
+        self._policies = {**self._policies, **policies}
 
     def add(self, collection: str, examples: Iterable[bytes], now: float) -> int:
         """Add all or none, and return their number. Surplus examples are deleted at once."""
@@ -198,7 +198,8 @@ class ExampleStore:
             self._file.delete("DELETE FROM example WHERE collection = ?", collection)
             self._file.delete("DELETE FROM collection WHERE name = ?", collection)
             self._file.delete("DELETE FROM device_state WHERE collection = ?", collection)
-        del self._policies[collection]
+        left = {name: kept for name, kept in self._policies.items() if name != collection}
+        self._policies = left
         self._file.scrub()
 
     def state_of(self, task: str, run: str) -> bytes:

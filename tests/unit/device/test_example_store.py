@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -416,3 +417,29 @@ def test_a_state_from_the_future_counts_as_begun_now() -> None:
 def test_a_state_of_a_collection_that_is_gone_is_refused() -> None:
     with ExampleStore(":memory:") as store, pytest.raises(ConfigError):
         store.keep_state("a", "a-1", "text", b"state", 0.0)
+
+
+def test_policies_may_be_read_in_another_thread_while_they_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device checks budgets in threads of its own."""
+    policy = UsePolicy(tasks=("*",))
+    with ExampleStore(":memory:", {"notes": policy}) as store:
+        transaction = store._file.transaction
+
+        @contextmanager
+        def followed_by_a_check() -> Iterator[None]:
+            with transaction():
+                yield
+            with monkeypatch.context() as patched:
+                patched.setattr(store._file, "transaction", transaction)
+                store.refresh()
+
+        monkeypatch.setattr(store._file, "transaction", followed_by_a_check)
+        iterated = iter(store.collections)
+        store.declare({"points": policy})
+        assert list(iterated) == ["notes"]
+        iterated = iter(store.collections)
+        store.drop("notes")
+        assert list(iterated) == ["notes", "points"]
+        assert list(store.collections) == ["points"]
