@@ -32,7 +32,8 @@ _BUSY_TIMEOUT_S = 10.0
 # EXTRA syncs the folder after a commit too: otherwise a power failure can bring the journal back,
 # which rolls back a charge although its update was sent.
 _PRAGMAS = ("secure_delete=ON", "journal_mode=DELETE", "synchronous=EXTRA")
-_CLEAN = 0  # the file's user_version: how often something was deleted since the last scrub
+# The file's user_version: has anything been deleted since the last scrub? 0.4.0 knows no others.
+_CLEAN, _DELETED = 0, 1
 _IN_MEMORY = ":memory:"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS participation (
@@ -79,15 +80,8 @@ class DeviceFile:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """An atomic transaction, durable at its end. Call the methods below only inside one."""
-        with self._lock, self._explained():
-            self._database.execute("BEGIN IMMEDIATE").close()
-            try:
-                yield
-                self._database.execute("COMMIT").close()
-            except BaseException:
-                if self._database.in_transaction:
-                    self._database.execute("ROLLBACK").close()
-                raise
+        with self._lock, self._explained(), self._atomic():
+            yield
 
     def rows(self, select: str, *values: object) -> list[tuple[Any, ...]]:
         with closing(self._database.execute(select, values)) as cursor:
@@ -101,24 +95,32 @@ class DeviceFile:
     def delete(self, statement: str, *values: object) -> None:
         """Delete rows; the next `scrub` removes their bytes from the file."""
         if self.change(statement, *values):
-            self.change(f"PRAGMA user_version={self._deletions() + 1}")
+            self.change(f"PRAGMA user_version={_DELETED}")
 
     def scrub(self) -> None:
         """Remove the bytes of deleted rows from the file."""
         with self._lock, self._explained():
-            if (removed := self._deletions()) == _CLEAN:
+            if self.rows("PRAGMA user_version") == [(_CLEAN,)]:
                 return
+            before = self.rows("PRAGMA data_version")  # commits of other connections change it
             self.change("VACUUM")
-        with self.transaction():
-            if self._deletions() == removed:  # or another process has deleted more meanwhile
-                self.change(f"PRAGMA user_version={_CLEAN}")
-
-    def _deletions(self) -> int:
-        [[count]] = self.rows("PRAGMA user_version")
-        return int(count)
+            with self._atomic():
+                if self.rows("PRAGMA data_version") == before:  # or more may be deleted now
+                    self.change(f"PRAGMA user_version={_CLEAN}")
 
     def insert(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
         self._database.executemany(statement, rows).close()
+
+    @contextmanager
+    def _atomic(self) -> Iterator[None]:
+        self._database.execute("BEGIN IMMEDIATE").close()
+        try:
+            yield
+            self._database.execute("COMMIT").close()
+        except BaseException:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK").close()
+            raise
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

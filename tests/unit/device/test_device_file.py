@@ -184,6 +184,19 @@ def test_what_another_process_deletes_during_a_scrub_is_left_to_the_next(tmp_pat
         assert seen.count("VACUUM") == 2, "nothing was deleted since"
 
 
+def test_version_0_4_0_knows_that_something_was_deleted(tmp_path: Path) -> None:
+    """It scrubs a file with user_version 1 and no other, and apps may have it for longer."""
+    path, schema = tmp_path / "device.db", "CREATE TABLE IF NOT EXISTS word (text TEXT) STRICT"
+    with closing(DeviceFile(path, schema)) as file:
+        for word in ("first", "second"):
+            with file.transaction():
+                file.insert("INSERT INTO word VALUES (?)", [(word,)])
+                file.delete("DELETE FROM word")
+        assert file.rows("PRAGMA user_version") == [(1,)]
+        file.scrub()
+        assert file.rows("PRAGMA user_version") == [(0,)]
+
+
 def test_to_open_the_file_again_drops_no_lock_of_this_process(tmp_path: Path) -> None:
     """POSIX drops all locks of a process on a file when it closes any descriptor of it."""
     path = tmp_path / "device.db"
