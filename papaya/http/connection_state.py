@@ -63,8 +63,8 @@ class RequestProgress(NamedTuple):
     state: ConnectionState
     requests: int  # begun so far
     received: int  # bytes so far
-    flushed: int  # bytes of answers that the kernel has taken so far
-    unsent: int  # bytes of answers that wait for the peer
+    taken: int  # bytes of answers that the peer has taken so far; means nothing if none are unsent
+    unsent: int  # bytes of answers that the kernel has not taken, because the peer is slow
 
 
 class Timeouts:
@@ -73,12 +73,12 @@ class Timeouts:
     __slots__ = (
         "_before",
         "_checked_at",
-        "_flushed_before",
         "_limits",
         "_moved_at",
         "_sent_at",
         "_start",
         "_state_at",
+        "_taken_before",
         "_unsent_at",
     )
 
@@ -90,8 +90,8 @@ class Timeouts:
         self._moved_at = now  # the last byte was received
         self._sent_at = now  # the peer last took some of an answer, or nothing was unsent
         self._start = 0  # bytes received when the present wait began
-        self._unsent_at = now  # nothing was unsent for the last time
-        self._flushed_before = 0  # bytes that the kernel had taken then
+        self._unsent_at = now  # bytes of an answer were first found unsent
+        self._taken_before = 0  # bytes that the peer had taken then
 
     def exceeded(self, now: float, progress: RequestProgress) -> str | None:
         """Why the connection should be closed; None if it is within its limits."""
@@ -109,10 +109,11 @@ class Timeouts:
             self._start = progress.received
         elif before.received != progress.received:
             self._moved_at = now
-        if not progress.unsent or before is None or before.flushed != progress.flushed:
+        if not progress.unsent or before is None or not before.unsent:
+            self._sent_at = self._unsent_at = now
+            self._taken_before = progress.taken
+        elif before.taken < progress.taken:
             self._sent_at = now
-        if not progress.unsent or before is None:
-            self._unsent_at, self._flushed_before = now, progress.flushed
         if now - self._sent_at > self._limits.write_timeout_s:
             return "the peer does not read the answer"
         return self._reads_too_slowly(now, progress) or self._too_slow(now, progress)
@@ -121,7 +122,7 @@ class Timeouts:
         limits = self._limits
         counted_s = now - self._unsent_at - limits.write_timeout_s
         least = limits.min_answer_bytes_per_s * counted_s
-        if progress.flushed - self._flushed_before >= least:
+        if progress.taken - self._taken_before >= least:
             return None
         return f"the peer reads the answer slower than {limits.min_answer_bytes_per_s:g} bytes/s"
 

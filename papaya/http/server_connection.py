@@ -14,9 +14,12 @@ gets an error answer; nothing that a peer sends can stop the server.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import math
 import os
 import random
+import sys
+import termios
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
@@ -167,8 +170,8 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def check_timeouts(self, now: float) -> None:
         unsent = self._out.unsent
-        flushed = self._out.written - unsent
-        progress = RequestProgress(self._state, self._requests, self._received, flushed, unsent)
+        taken = self._out.taken if unsent else 0
+        progress = RequestProgress(self._state, self._requests, self._received, taken, unsent)
         late = self._timeouts.exceeded(now, progress)
         if late is None:
             return
@@ -580,6 +583,26 @@ class _Outgoing:
     @property
     def unsent(self) -> int:
         return self._transport.get_write_buffer_size()
+
+    @property
+    def taken(self) -> int:
+        """Bytes that the peer has acknowledged.
+
+        Not those that the kernel has taken: it stores megabytes, and asks for more only when a
+        third of them is gone. A slow peer that reads all the time would seem to read nothing.
+        """
+        return self.written - self.unsent - self._unacknowledged()
+
+    def _unacknowledged(self) -> int:
+        """Bytes that the kernel has taken and the peer has not."""
+        connected = self._transport.get_extra_info("socket")
+        if connected is None:
+            return 0
+        try:
+            count = fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4))
+        except (OSError, ValueError):  # it was closed
+            return 0
+        return int.from_bytes(count, sys.byteorder)
 
     @property
     def has_file(self) -> bool:

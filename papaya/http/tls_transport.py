@@ -294,7 +294,7 @@ class TlsTransport(asyncio.Transport):
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         if name == "peercert":
             return self._tls.getpeercert()
-        return default
+        return self._tls if name == "socket" else default
 
 
 async def connected_socket(host: str, port: int) -> socket.socket:

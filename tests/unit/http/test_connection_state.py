@@ -37,10 +37,10 @@ def seen(
     phase: ConnectionState,
     exchanges: int = 1,
     received: int = 0,
-    flushed: int = 0,
+    taken: int = 0,
     unsent: int = 0,
 ) -> RequestProgress:
-    return RequestProgress(phase, exchanges, received, flushed, unsent)
+    return RequestProgress(phase, exchanges, received, taken, unsent)
 
 
 END = (1000, seen(ConnectionState.ANSWER))
@@ -85,10 +85,8 @@ def test_time_stands_still_while_we_do_not_read() -> None:
 
 
 def test_a_peer_that_does_not_read_its_answer() -> None:
-    stuck = seen(ConnectionState.ANSWER, flushed=99_999, unsent=5)
-    taking = [
-        (now, seen(ConnectionState.ANSWER, flushed=1000 * now, unsent=5)) for now in range(100)
-    ]
+    stuck = seen(ConnectionState.ANSWER, taken=99_999, unsent=5)
+    taking = [(now, seen(ConnectionState.ANSWER, taken=1000 * now, unsent=5)) for now in range(100)]
     verdict = first_verdict(*taking, (100, stuck), END)
     assert verdict == (121, "the peer does not read the answer")
 
@@ -131,7 +129,7 @@ def test_a_pause_does_not_start_the_time_of_a_body_again() -> None:
 def a_reader(rate: int, rests_until: int = 0) -> list[tuple[int, RequestProgress]]:
     """A peer that takes so many bytes of a file per second; none at first."""
     return [
-        (now, seen(ConnectionState.FILE, flushed=max(0, now - rests_until) * rate, unsent=1000))
+        (now, seen(ConnectionState.FILE, taken=max(0, now - rests_until) * rate, unsent=1000))
         for now in range(200)
     ]
 
@@ -148,7 +146,7 @@ def test_a_peer_that_reads_slower_than_the_least_rate_is_cut_off() -> None:
 def test_the_rate_of_a_reader_begins_with_each_answer() -> None:
     waits = [(now, seen(ConnectionState.ANSWER)) for now in range(100)]
     reads = [
-        (100 + now, seen(ConnectionState.ANSWER, flushed=now * 100, unsent=1000))
+        (100 + now, seen(ConnectionState.ANSWER, taken=now * 100, unsent=1000))
         for now in range(100)
     ]
     assert first_verdict(*waits, *reads) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -396,3 +397,46 @@ def test_a_file_does_not_hold_the_loop_if_the_socket_takes_everything(
             assert sent[-1] < len(BIG) if is_lost else sent[-1] > 8 * len(BIG)
 
     run(main())
+
+
+@both_loops
+def test_a_slow_peer_that_reads_all_the_time_keeps_its_download(loop: str, tmp_path: Path) -> None:
+    """The kernel stores megabytes of an answer, and takes more only when a third is gone."""
+    size, piece, window = 64 << 20, 96 << 10, 32 << 10
+    (tmp_path / "model").write_bytes(bytes(size))
+    route = Buffered("GET", "/model", lambda exchange, _: exchange.answer_file(tmp_path / "model"))
+    limits = ListenerLimits(sweep_s=3600)  # the test checks the timeouts, at times of its own
+
+    async def main(peer: socket.socket) -> None:
+        peer.setblocking(False)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+        here = asyncio.get_running_loop()
+
+        async def read(count: int) -> None:
+            while count:
+                count -= len(await here.sock_recv(peer, count))
+
+        async with a_server([route], limits) as server:
+            await here.sock_connect(peer, ("127.0.0.1", server.port))
+            await here.sock_sendall(peer, a_request("GET", "/model"))
+            await read(piece)
+            [connection] = server._state.connections
+            now = here.time()
+
+            async def check() -> bool:
+                """Is the connection still open after the next check?"""
+                nonlocal now
+                while not connection._out.unsent:
+                    await asyncio.sleep(0)
+                now += 0.9 * limits.write_timeout_s
+                connection.check_timeouts(now)
+                return not connection._transport.is_closing()
+
+            for _ in range(10):
+                assert await check()
+                # More than fits into its window, so what it got before was acknowledged.
+                await read(piece)
+            assert [await check(), await check(), await check()] == [True, True, False]
+
+    with socket.socket() as peer:
+        run(main(peer), loop)
