@@ -225,7 +225,8 @@ class TlsTransport(asyncio.Transport):
     def _send(self, data: memoryview) -> int:
         """How much OpenSSL took. It makes one system call per record.
 
-        If the socket is full in between, OpenSSL reports nothing, and wants the same bytes again.
+        It gets one record at a time: if the socket is full after some of several records, OpenSSL
+        does not report these, and wants all of the bytes again.
         """
         sent = 0
         size, write = len(data), self._engine.write
@@ -235,7 +236,7 @@ class TlsTransport(asyncio.Transport):
             self._tls.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
         try:
             while sent < size:
-                sent += write(data[sent:])
+                sent += write(data[sent : sent + _RECORD_BYTES])
         except (SSLWantReadError, SSLWantWriteError):
             pass
         except (OSError, ValueError) as error:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import pytest
 
 from papaya.http import tls_transport
+from papaya.http.routes import Buffered
 from papaya.http.tls_transport import TlsTransport, start_tls
-from tests.unit.http.loopback import LOOPS, run, tls_contexts
+from tests.unit.http.loopback import LOOPS, a_client, a_request, a_server, run, tls_contexts
 
 Contexts = tuple[ssl.SSLContext, ssl.SSLContext]
 RECORD = 16 << 10
@@ -405,5 +406,28 @@ def test_a_peer_that_sends_small_records_lets_others_go_first(
         assert most <= 2 * tls_transport.RECORDS_PER_TURN
         recorder.transport.abort()
         theirs.close()
+
+    run(main(), loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_the_kernel_stores_does_not_count_as_taken_by_the_peer(
+    loop: str, contexts: Contexts
+) -> None:
+    route = Buffered("GET", "/model", lambda exchange, _: exchange.answer(200, bytes(32 << 20)))
+
+    async def main() -> None:
+        async with (
+            a_server([route], ssl=contexts[0]) as server,
+            a_client(server.port, ssl=contexts[1], limit=1024) as client,
+        ):
+            client.send(a_request("GET", "/model"))
+            await client.reader.readexactly(1)
+            [connection] = server._state.connections
+            out = connection._out
+            while not out.unsent:
+                await asyncio.sleep(0)
+            assert 0 < out.taken < out.written - out.unsent
+            client.writer.transport.abort()
 
     run(main(), loop)
