@@ -19,7 +19,9 @@ _NEVER = float("inf")
 
 
 class Slots:
-    """Invariant: active + promised <= C in AsyncFL."""
+    """The free slots of one task, and those that are kept. `papaya/sim/slot_checks.py` checks that
+    active and assigned clients stay within C.
+    """
 
     def __init__(
         self,
