@@ -29,6 +29,7 @@ from papaya.config import Deployment
 from papaya.errors import OperatorError
 from papaya.store import backup
 from papaya.store.clusters import open_postgresql, read_cluster
+from papaya.store.folders import unusable
 
 if TYPE_CHECKING:
     from papaya.store.postgresql import PostgresState
@@ -108,6 +109,8 @@ def _lock(folder: int, data: Path) -> None:
         raise OperatorError(
             f"another `papaya store` runs on {data}", hint="run this command when it has ended"
         ) from error
+    except OSError as error:  # some network file systems lock no folders
+        raise unusable(data, error) from error
 
 
 def add_to(actions: Commands) -> None:
