@@ -1,6 +1,6 @@
 """The bundles that a device has accepted: manifests, their blobs, and rollback protection.
 
-    bundles.db           marks and statements of owners; written before they count
+    bundles.db           marks and statements of owners, written before they count; accepted heads
     blobs/<sha256>       programs and frozen tensors, in a cache of bounded size
     programs/<sha256>/   programs, unpacked for the engine; counted with the blobs
     parts/<sha256>       downloads that are not complete; counted as well
@@ -8,6 +8,8 @@
 The signature is verified before a manifest is parsed, the hash of a blob before it is stored. The
 device does not ask for a refused bundle again until the bundle changes or the device restarts. If
 the reason may be temporary, such as a wrong clock, it asks again after an hour.
+
+After a restart, `load` accepts the bundles on disk again, with the same checks as after a download.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from msgspec import UNSET, Struct
 
@@ -41,7 +43,7 @@ from papaya.device.device_file import DeviceFile
 from papaya.device.example_store import ExampleStore
 from papaya.device.executor import GivenUp
 from papaya.device.owners import OwnerPolicy
-from papaya.errors import OperatorError
+from papaya.errors import OperatorError, PapayaError, ProtocolError
 from papaya.learning.definition import TaskTerms
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.participation import Joined
@@ -63,6 +65,10 @@ CREATE TABLE IF NOT EXISTS statement (
     owner TEXT NOT NULL, body BLOB NOT NULL, key BLOB NOT NULL, signature BLOB NOT NULL,
     PRIMARY KEY (owner, body, key)
 ) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS head (
+    owner TEXT NOT NULL, task TEXT NOT NULL, key TEXT NOT NULL, data BLOB NOT NULL,
+    PRIMARY KEY (owner, task)
+) STRICT;
 """
 
 
@@ -130,6 +136,18 @@ class BlobSource(Protocol):
         ...
 
 
+class _OnDisk(NamedTuple):
+    """A bundle that was accepted before the device was restarted. Nothing is downloaded."""
+
+    head: bytes
+
+    async def blob(self, key: BlobKey, limit: int) -> bytes:
+        return self.head
+
+    async def file(self, key: BlobKey, limit: int, path: Path) -> None:
+        raise ProtocolError(f"{key} is missing on disk, or damaged")
+
+
 AcceptBundle: TypeAlias = Callable[[Bundle], Awaitable[None]]
 """Raises BundleError if the device cannot run the program, GivenUp if it cannot be tried now."""
 
@@ -150,6 +168,11 @@ class BundleStore:
         # Refused bundles by their name in a check-in: reason code, time, and description.
         self._refused: dict[str, tuple[str, float, str]] = {}
         self._fetching = asyncio.Lock()
+        # Heads on disk that `load` has not looked at; None before the first call.
+        self._saved: dict[BlobKey, bytes] | None = None
+        self._loading = asyncio.Lock()
+        # Bundles from the disk that no server has named since the start: they give way to others.
+        self._unnamed: dict[BlobKey, None] = {}
         try:
             for part in _FOLDERS:
                 (folder / part).mkdir(parents=True, exist_ok=True)
@@ -175,6 +198,10 @@ class BundleStore:
 
     def get(self, head_key: str) -> Bundle | None:
         return self._ready.get(head_key)
+
+    def named(self, head_key: str) -> None:
+        """A server has assigned the device to this bundle."""
+        self._unnamed.pop(head_key, None)
 
     def of_run(self, run: str) -> Bundle | None:
         return next((b for b in reversed(self._ready.values()) if b.run == run), None)
@@ -224,6 +251,29 @@ class BundleStore:
 
     # -- accepting --------------------------------------------------------------------------
 
+    async def load(self, accept: AcceptBundle, now: float) -> dict[BlobKey, PapayaError]:
+        """Accept the bundles on disk again, once per process, before the first check-in.
+
+        Otherwise every visit after a restart would give up its slot to fetch its bundle. Returns
+        what is wrong with bundles; they have to be fetched.
+        """
+        problems: dict[BlobKey, PapayaError] = {}
+        async with self._loading:
+            if self._saved is None:
+                self._saved = await asyncio.to_thread(self._heads)
+            while self._saved:
+                head_key, data = self._saved.popitem()
+                if head_key in self._ready:
+                    continue
+                try:
+                    await self.fetch(head_key, _OnDisk(data), accept, now)
+                    self._unnamed[head_key] = None
+                except PapayaError as error:
+                    problems[head_key] = error
+                    if isinstance(error, BundleError):  # such as a lease that is over
+                        await asyncio.to_thread(self._forget_head, head_key)
+        return problems
+
     async def fetch(
         self, head_key: BlobKey, source: BlobSource, accept: AcceptBundle, now: float
     ) -> Bundle:
@@ -259,6 +309,8 @@ class BundleStore:
                 self._policies[manifest.owner].max_memory_mb,
             )
             await accept(bundle)
+            if not isinstance(source, _OnDisk):
+                await asyncio.to_thread(self._save_head, head_key, data, manifest)
             self._keep(head_key, bundle)
             return bundle
 
@@ -290,7 +342,12 @@ class BundleStore:
             return
         part = self._folder / "parts" / reference.sha256
         try:
-            await asyncio.to_thread(self._make_room, needed, part, other)
+            try:
+                await asyncio.to_thread(self._make_room, needed, part, other)
+            except OperatorError:
+                if not self._drop_unnamed():
+                    raise
+                await asyncio.to_thread(self._make_room, needed, part, other)
             await source.file(key, reference.size, part)
             await asyncio.to_thread(self._keep_blob, reference, part, what)
         except OSError as error:
@@ -318,6 +375,27 @@ class BundleStore:
         }
         self._ready[head_key] = bundle
         self._runs[bundle.run] = None
+
+    def _drop_unnamed(self) -> bool:
+        """Stop using the bundles of tasks that may have ended. Are there any?"""
+        dropped, self._unnamed = self._unnamed, {}
+        self._ready = {key: b for key, b in self._ready.items() if key not in dropped}
+        return bool(dropped)
+
+    def _heads(self) -> dict[BlobKey, bytes]:
+        with self._file.transaction():
+            return dict(self._file.rows("SELECT key, data FROM head"))
+
+    def _save_head(self, head_key: BlobKey, data: bytes, manifest: TaskManifest) -> None:
+        with self._file.transaction():
+            self._file.change(
+                "INSERT OR REPLACE INTO head (owner, task, key, data) VALUES (?, ?, ?, ?)",
+                *(manifest.owner, manifest.task, head_key, data),
+            )
+
+    def _forget_head(self, head_key: BlobKey) -> None:
+        with self._file.transaction():
+            self._file.change("DELETE FROM head WHERE key = ?", head_key)
 
     def _keys_for(self, head: BundleHead) -> tuple[OwnerPolicy, OwnerKeys]:
         """The pinned owner for whom the key of this head signs."""
@@ -489,6 +567,7 @@ class VisitBundles(NoBundles):
     def lacks(self, bundle: BlobKey) -> bool:
         found = self._store.get(bundle)
         self.accepted = None if found is None else found.manifest
+        self._store.named(bundle)
         return self._store.lacks(bundle, self._now())
 
     def counted(self, joined: Joined) -> tuple[CountedAs, ...]:

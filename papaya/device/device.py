@@ -31,7 +31,7 @@ from papaya.client.client import Client, Stage
 from papaya.client.work import Finish
 from papaya.config import DeviceConfig
 from papaya.credentials.token_files import Secret
-from papaya.device.bundles import Bundle, BundleStore, VisitBundles
+from papaya.device.bundles import BlobSource, Bundle, BundleStore, VisitBundles
 from papaya.device.device_file import DeviceHistory
 from papaya.device.download import DownloadsFrom
 from papaya.device.events import (
@@ -140,6 +140,8 @@ class Device:
 
     async def visit(self) -> Finish:
         """Make one visit, eligible or not; leave it if the device becomes ineligible."""
+        if self._bundles is not None:
+            await self._load(self._bundles)
         history = await asyncio.to_thread(
             self._history.load,
             self._config.participation_floor_s,
@@ -226,11 +228,31 @@ class Device:
                 )
         return found
 
+    async def _load(self, store: BundleStore) -> None:
+        """Load the bundles on disk, before the first visit takes a slot."""
+        now = self._process.now()
+        loading = asyncio.create_task(store.load(self._trainer.add_bundle, now))
+        stopped = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            loading.cancel()
+            await asyncio.gather(loading, stopped, return_exceptions=True)
+        if loading.cancelled():
+            return
+        for head_key, error in loading.result().items():
+            # The program cannot run here: do not try it again. Anything else may be mended by
+            # fetching it, such as a damaged file or a lease that is over.
+            if isinstance(error, BundleError) and error.reason == "engine":
+                name = refused(head_key.partition("/")[0], head_key)
+                store.refuse(name, error.reason, now, in_words(error))
+
     async def _prepare(self, task: TaskId, head_key: BlobKey) -> str:
         """Fetch the bundle of a task, outside any session. Returns the problem, if there is one."""
         store, selectors = self._bundles, self._equipment.selectors
         assert store is not None
-        source = DownloadsFrom(self._process.downloads, selectors)
+        source = _CountedSource(DownloadsFrom(self._process.downloads, selectors))
         now = self._process.now()
         try:
             bundle = await store.fetch(head_key, source, self._trainer.add_bundle, now)
@@ -246,7 +268,7 @@ class Device:
             self._failures += 1
             return in_words(error)
         self._failures = 0
-        return f"fetched the bundle of {bundle.manifest.task}"
+        return f"{'fetched' if source.files else 'loaded'} the bundle of {bundle.manifest.task}"
 
     async def run_forever(self, visits: int | None = None) -> None:
         """Make visits until `stop()`, or until this many visits ended, whatever their outcome."""
@@ -346,6 +368,21 @@ class Device:
     def _step_done(self, machine: Client, done: int, steps: int) -> None:
         at = self._process.now()
         self._notify(StepsTrained(self.name, at, machine.task or "", done, steps))
+
+
+class _CountedSource:
+    """Counts the files that were downloaded beside the head of a bundle."""
+
+    def __init__(self, source: BlobSource) -> None:
+        self._source = source
+        self.files = 0
+
+    async def blob(self, key: BlobKey, limit: int) -> bytes:
+        return await self._source.blob(key, limit)
+
+    async def file(self, key: BlobKey, limit: int, path: Path) -> None:
+        self.files += 1
+        await self._source.file(key, limit, path)
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
