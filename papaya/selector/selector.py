@@ -283,7 +283,10 @@ class Selector:
         """Names no task: the device may not know it."""
         wanting = () if self._orders is None else self._orders.wanting
         owners = [o.requirements.owner for t in wanting if (o := self._offers.get(t)) is not None]
-        if owners and not any(o is None or o in check_in.capabilities.owners for o in owners):
+        pinned = check_in.capabilities.owners
+        if owners and not any(o is None or o in pinned for o in owners):
+            if not pinned:
+                return "all tasks that need clients are signed; this device has pinned no owners"
             return "no task that needs clients is signed by an owner that this device has pinned"
         return "no compatible task needs clients now"
 
