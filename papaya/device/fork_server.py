@@ -45,6 +45,7 @@ from papaya.device import confinement, frames
 from papaya.device.executor import (
     LOADER,
     EngineName,
+    FailureKind,
     Job,
     JobResult,
     TaskFile,
@@ -55,6 +56,7 @@ from papaya.device.frames import Ended, JobProblem, Kill, Ready, Start, StepsDon
 from papaya.errors import Diverged, OperatorError
 from papaya.learning.client_training import StepDone
 from papaya.learning.definition import TaskTerms
+from papaya.learning.example_fields import DoesNotFit
 from papaya.learning.executorch.program_file import (
     EXECUTORCH_VERSION,
     frozen_beside,
@@ -287,7 +289,8 @@ def _problem(error: BaseException) -> JobProblem:
     if isinstance(error, MemoryError) or "allocate memory" in text:
         return JobProblem("memory", f"exceeded its memory limit: {text}")
     if isinstance(error, OperatorError):
-        return JobProblem("diverged" if isinstance(error, Diverged) else "refused", str(error))
+        kind: FailureKind = "diverged" if isinstance(error, Diverged) else "refused"
+        return JobProblem(kind, str(error), error.quote if isinstance(error, DoesNotFit) else "")
     raised = "".join(traceback.format_exception(error))
     return JobProblem("refused", text, raised[-frames.MAX_TRACEBACK :])
 

@@ -10,7 +10,7 @@ Further steps, such as windows, logarithms or one-hot vectors, belong into the l
 compiled into the task's program. Every example gives arrays of the same shape, float32 or int64.
 
 Refused (OperatorError): an example that does not fit its field. The message describes the field and
-never the content of the example.
+never the content of the example; `papaya client --explain` quotes it on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -153,6 +153,7 @@ class Binary(Struct, frozen=True, tag="binary", forbid_unknown_fields=True):
 
 
 ExampleField: TypeAlias = Numbers | WordPlaces | JsonNumbers | Binary
+_QUOTED_BYTES: Final = 200
 
 
 def read_fields(fields: Sequence[ExampleField], examples: Sequence[bytes]) -> tuple[Array, ...]:
@@ -163,26 +164,33 @@ def read_fields(fields: Sequence[ExampleField], examples: Sequence[bytes]) -> tu
 def _column(number: int, field: ExampleField, examples: Sequence[bytes]) -> Array:
     if isinstance(field, Binary) and (together := field.read_all(examples)) is not None:
         if field.kind == "float32" and not np.isfinite(together).all():
-            raise _unfit(number, field)
+            is_finite = np.isfinite(together).reshape(len(examples), -1).all(axis=1)
+            raise DoesNotFit(number, field, examples[int(is_finite.argmin())])
         return together
     column = np.empty((len(examples), *field.shape), field.kind)
     for index, example in enumerate(examples):
         try:
             array = field.read(example)
         except (ValueError, TypeError, KeyError, OverflowError, msgspec.DecodeError):
-            raise _unfit(number, field) from None
+            raise DoesNotFit(number, field, example) from None
         if array.shape != field.shape or not np.isfinite(array).all():
-            raise _unfit(number, field)
+            raise DoesNotFit(number, field, example)
         column[index] = array
     return column
 
 
-def _unfit(number: int, field: ExampleField) -> OperatorError:
-    return OperatorError(
-        f"an example does not fit field {number} of the task, "
-        f"{type(field).__name__} of shape {list(field.shape)}",
-        hint="store examples in the format that the task's fields describe",
-    )
+class DoesNotFit(OperatorError):
+    """`quote`: the beginning of the example, for the device's own log only."""
+
+    def __init__(self, number: int, field: ExampleField, example: bytes) -> None:
+        super().__init__(
+            f"an example does not fit field {number} of the task, "
+            f"{type(field).__name__} of shape {list(field.shape)}",
+            hint="store examples in the format that the task's fields describe",
+        )
+        more = len(example) - _QUOTED_BYTES
+        rest = f" and {more} more bytes" if more > 0 else ""
+        self.quote = f"the example is {example[:_QUOTED_BYTES]!r}{rest}"
 
 
 @lru_cache(maxsize=8)

@@ -122,6 +122,8 @@ def test_an_example_that_does_not_fit_is_refused(programs: Programs) -> None:
     with pytest.raises(JobFailed, match="an example does not fit field 1") as failed:
         programs.run(b"1,2,3", b"1,2")
     assert failed.value.kind == "refused"
+    assert "1,2" not in failed.value.reason
+    assert failed.value.traceback == "the example is b'1,2'", "for papaya client --explain"
 
 
 def test_a_loss_that_is_not_finite_is_told(programs: Programs) -> None:

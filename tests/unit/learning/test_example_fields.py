@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from papaya.errors import ConfigError, OperatorError
+from papaya.errors import ConfigError
 from papaya.learning.example_fields import (
     Binary,
+    DoesNotFit,
     ExampleField,
     JsonNumbers,
     Numbers,
@@ -84,10 +85,21 @@ def test_binary_arrays() -> None:
 def test_an_example_that_does_not_fit_is_refused_and_not_repeated(
     field: ExampleField, example: bytes
 ) -> None:
-    with pytest.raises(OperatorError, match=r"^an example does not fit field 0") as refused:
+    with pytest.raises(DoesNotFit, match=r"^an example does not fit field 0") as refused:
         read_fields((field,), [example])
     assert "secret" not in str(refused.value)
     assert refused.value.__cause__ is None
+    assert refused.value.quote == f"the example is {example!r}"
+
+
+def test_the_quote_is_of_the_first_example_that_does_not_fit_and_its_beginning_only() -> None:
+    finite, infinite = np.float32(1).tobytes(), np.float32("inf").tobytes()
+    with pytest.raises(DoesNotFit) as refused:
+        read_fields((Binary("float32", ()),), [finite, infinite, finite])
+    assert refused.value.quote == f"the example is {infinite!r}"
+    with pytest.raises(DoesNotFit) as refused:
+        read_fields((Numbers(1),), [b"1", b"x" * 1000])
+    assert refused.value.quote == f"the example is {b'x' * 200!r} and 800 more bytes"
 
 
 @pytest.mark.parametrize(
