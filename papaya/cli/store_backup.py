@@ -124,9 +124,10 @@ def add_to(actions: Commands) -> None:
     restored = actions.add_parser(
         "restore",
         help="replace the data of a cluster with a backup",
-        description="Show what restoring a backup would do; with --yes, do it. Stop all servers "
-        "first. What happened after the backup is lost. If the state is on PostgreSQL or the blobs "
-        "are in a bucket, name an empty database or an empty prefix in the configuration.",
+        description="Show what restoring a backup would do; with --yes, do it. Before you use "
+        "--yes, stop all servers. What happened after the backup is lost. If the state is on "
+        "PostgreSQL or the blobs are in a bucket, name an empty database or an empty prefix in the "
+        "configuration.",
     )
     restored.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the backup")
     restored.add_argument("--yes", action="store_true", help="restore, instead of showing the plan")
@@ -162,7 +163,8 @@ def run_backup(options: BackupOptions) -> int:
 def run_restore(options: RestoreOptions) -> int:
     now, deployment = time.time(), options.deployment
     data = Path(deployment.data)
-    plan = backup.plan_restore(options.folder, data, now, os.urandom(_KEY_BYTES))
+    key, preview = os.urandom(_KEY_BYTES), not options.yes
+    plan = backup.plan_restore(options.folder, data, now, key, preview=preview)
     if options.format == "json":
         fields = ("continued", "cancelled", "missing", "signed")
         print_json({field: getattr(plan, field) for field in fields} | {"restored": options.yes})

@@ -27,7 +27,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -62,7 +62,7 @@ from papaya.messages.storage import (
 from papaya.store.blobs import FolderBlobs
 from papaya.store.clusters import read_cluster
 from papaya.store.folders import make_folder, sync_folder, unusable
-from papaya.store.rows import AFTER_UTF8
+from papaya.store.rows import AFTER_UTF8, decode_rows
 from papaya.store.state import SqliteState
 
 if TYPE_CHECKING:
@@ -182,10 +182,11 @@ def _new_folder(target: Path) -> Iterator[None]:
         raise
 
 
-def read_rows(path: Path) -> RowTable:
-    """All rows of a database that no server uses, without changing it."""
+def read_rows(path: Path, *, live: bool = False) -> RowTable:
+    """All rows of a database, without changing it. `live`: servers use it, or did so until now."""
+    mode = "mode=ro" if live else "mode=ro&immutable=1"  # immutable: SQLite ignores a WAL
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)) as database:
+        with closing(sqlite3.connect(f"file:{path}?{mode}", uri=True)) as database:
             found = database.execute(
                 "SELECT key, row FROM rows WHERE key < ?", (AFTER_UTF8,)
             ).fetchall()
@@ -193,7 +194,7 @@ def read_rows(path: Path) -> RowTable:
         raise OperatorError(
             f"cannot read {path}: {error}", hint="give a folder that papaya store backup has made"
         ) from error
-    return {key.decode(): wire.decode_row(row) for key, row in found}
+    return decode_rows(dict(found), path)
 
 
 def _copy_state(source: Path, target: Path) -> None:
@@ -273,8 +274,13 @@ def _copy_file(source: Path | str, target: Path | str) -> None:
 # -- restore --------------------------------------------------------------------------------------
 
 
-def plan_restore(backup: Path, data: Path, now: float, ticket_key: bytes) -> RestorePlan:
-    """`ticket_key` is 32 random bytes. The new numbers are above those of the present data too."""
+def plan_restore(
+    backup: Path, data: Path, now: float, ticket_key: bytes, *, preview: bool = False
+) -> RestorePlan:
+    """`ticket_key` is 32 random bytes. The new numbers are above those of the present data too.
+
+    `preview`: the plan is only shown, so servers of the data folder may run.
+    """
     if not (backup / _COMPLETE).exists():
         raise OperatorError(
             f"{backup} is not a complete backup",
@@ -283,7 +289,8 @@ def plan_restore(backup: Path, data: Path, now: float, ticket_key: bytes) -> Res
     rows, copies = read_rows(backup / _STATE), FolderBlobs(backup / _BLOBS)
     named = {key for row in rows.values() for key in blobs_of(row)}
     missing = frozenset(key for key in named if not _is_in(copies, key))
-    present = _numbers(_present_rows(data))
+    with nullcontext() if preview else _unused(data):
+        present = _numbers(_present_rows(data))
     plan = _NewGeneration(rows, missing, present, now, ticket_key)
     kept = {key for row in plan.rows.values() for key in blobs_of(row)}
     return RestorePlan(
@@ -474,17 +481,10 @@ def _present_rows(data: Path) -> RowTable:
     """The rows that a restoration would replace; none if they cannot be read."""
     if not (data / _STATE).is_file():
         return {}
-    with _unused(data):
-        try:
-            state = SqliteState(data / _STATE)
-        except OperatorError:
-            return {}  # damaged: this may be why it is restored
-        try:
-            return state.read(("",))
-        except OperatorError:
-            return {}
-        finally:
-            state.close()
+    try:
+        return read_rows(data / _STATE, live=True)
+    except OperatorError:
+        return {}  # damaged: this may be why it is restored
 
 
 def _is_in(blobs: FolderBlobs, key: BlobKey) -> bool:

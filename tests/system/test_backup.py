@@ -95,6 +95,7 @@ def test_a_backup_under_traffic_is_restored_as_a_new_generation(tmp_path: Path) 
 
         asyncio.run(train_across_the_backup())
         until_newer(admin, backup)
+        assert not store("restore", backup, "--data", data)["restored"]  # a preview
         assert "a server runs on" in refusal(backup, "--data", data)
         server.kill()
         lost = Books(data, TASK.task)

@@ -106,6 +106,21 @@ def test_every_number_of_a_restored_cluster_is_new(data: Data, tmp_path: Path) -
     assert record_key("task", 1) not in plan.rows
 
 
+def test_a_restoration_is_previewed_while_a_server_runs(data: Data, tmp_path: Path) -> None:
+    back_up(data.folder, tmp_path / "backup")
+    data.put(version_key("task", 8), VersionRow(8, data.parameters, 9, NOW))  # is in the WAL
+    files = {path: path.read_bytes() for path in data.folder.rglob("*") if path.is_file()}
+    with (data.folder / "server.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        plan = plan_restore(tmp_path / "backup", data.folder, NOW, KEY, preview=True)
+        with pytest.raises(OperatorError, match="a server runs on"):
+            planned(data, tmp_path / "backup")
+    assert plan.continued == (("task", 0, 8 + JUMP),)
+    for path, content in files.items():
+        # Readers note in the -shm file what they read.
+        assert path.name == "state.db-shm" or path.read_bytes() == content
+
+
 def test_a_task_makes_as_many_versions_as_before_however_its_rollout_ends(
     data: Data, tmp_path: Path
 ) -> None:
