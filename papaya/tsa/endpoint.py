@@ -82,7 +82,7 @@ def _parsed(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
 
 
 def _bind_file(listener: socket.socket, path: str) -> None:
-    _remove_left_over(path)
+    remove_left_over(path)
     before = os.umask(0o177)
     try:
         listener.bind(path)
@@ -90,7 +90,7 @@ def _bind_file(listener: socket.socket, path: str) -> None:
         os.umask(before)
 
 
-def _remove_left_over(path: str) -> None:
+def remove_left_over(path: str) -> None:
     """Removes the socket of a process that is gone; leaves one that answers, and other files."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):

@@ -222,6 +222,8 @@ def test_the_tsa_and_the_log_are_checked_as_devices_do(tmp_path: Path) -> None:
         (installation.data / "log.key.pub").write_bytes(b"\xff")
         assert ["a file is damaged" in line for line in diagnosed()] == [True, True]
         assert server.stop() == 0  # with its TSA
+        assert not (installation.data / "tsa.sock").exists()
+        assert diagnosed()[0].startswith("good: no `tsa` is set")
 
 
 def test_a_database_and_a_bucket_that_work(tmp_path: Path) -> None:

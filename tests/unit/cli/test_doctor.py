@@ -1,8 +1,12 @@
-"""What `papaya doctor` counts; tests/system/test_doctor.py runs it."""
+"""What `papaya doctor` counts, and says about a child TSA; tests/system/test_doctor.py runs it."""
 
 from __future__ import annotations
 
-from papaya.cli.doctor import running_tasks
+import socket
+from pathlib import Path
+
+from papaya.cli.doctor import DoctorOptions, _evidence, running_tasks
+from papaya.config import Deployment
 from papaya.messages.storage import TaskState
 from papaya.server.admin.views import SystemStatus, TaskView
 
@@ -39,3 +43,15 @@ def test_evaluations_are_not_counted_as_tasks() -> None:
         ),
     )
     assert running_tasks(status) == 1
+
+
+def test_a_child_tsa_that_does_not_run_is_no_problem(tmp_path: Path) -> None:
+    """The server starts it when it is needed. A killed child leaves its socket."""
+    deployment = Deployment(data=str(tmp_path))
+    before = list(_evidence(DoctorOptions(), deployment))
+    assert [(each.grade, each.hint) for each in before] == [("good", "")]
+    assert "the server starts a child TSA when a secure task runs" in before[0].text
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as ended:
+        ended.bind(str(tmp_path / "tsa.sock"))
+    assert list(_evidence(DoctorOptions(), deployment)) == before
+    assert list(_evidence(DoctorOptions(role="selector"), deployment)) == []

@@ -184,15 +184,16 @@ def test_a_child_that_was_stopped_ends_with_its_server(
         assert child.returncode == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("starter_is_last", [False, True])
 def test_aggregators_with_one_folder_share_a_child_and_the_last_one_ends_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    starter_is_last: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     apart = Deployment(data=str(tmp_path), coordinators=("127.0.0.1:1",))
     links = [TsaConnection(apart, "", time.time, CLUSTER, PATIENCE_S, PATIENCE_S) for _ in range(2)]
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda link: link.register(PARAMETERS), links))
     [child] = [link._child for link in links if link._child is not None]
-    first, second = links
+    first, second = sorted(links, key=lambda link: (link._child is child) == starter_is_last)
     assert first.identity_public_key == second.identity_public_key
     first.close()
     assert child.poll() is None
@@ -200,6 +201,7 @@ def test_aggregators_with_one_folder_share_a_child_and_the_last_one_ends_it(
     second.close()
     assert child.wait(PATIENCE_S) is not None
     assert not (tmp_path / "tsa-child.pid").exists()
+    assert not (tmp_path / "tsa.sock").exists()
     assert len(logged(caplog, "hint: run the TSA as a process of its own: papaya serve tsa")) == 2
 
 
@@ -215,6 +217,7 @@ def test_an_aggregator_of_0_4_does_not_end_the_child_that_a_newer_one_uses(tmp_p
         assert (tmp_path / "tsa-child.pid").read_text() == f"{child.pid}\n"
         connection.close()
         assert child.wait(PATIENCE_S) == -signal.SIGTERM
+        assert (tmp_path / "tsa.sock").exists()  # a TSA still answers there
 
 
 def test_what_0_4_has_left_does_not_hide_the_child(tmp_path: Path) -> None:
