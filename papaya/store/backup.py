@@ -73,6 +73,7 @@ JUMP = 1_000_000
 """More than a cluster uses of any number between a backup and its restoration."""
 
 _STATE, _BLOBS, _LOG, _COMPLETE = "state.db", "blobs", "log", "complete"
+_OF_PROCESSES = (".lock", ".pid", ".sock")  # they mean nothing after a restoration
 _SNAPSHOTS = 50
 _RESTORED = "restored from a backup"
 
@@ -253,7 +254,7 @@ def _copy_files(source: Path, target: Path) -> None:
     """Tokens, keys and the log of TSA binaries, durably."""
     try:
         for file in source.iterdir():
-            is_own = file.name.startswith(_STATE) or file.suffix == ".lock"
+            is_own = file.name.startswith(_STATE) or file.suffix in _OF_PROCESSES
             if file.is_file() and not is_own and file.name != _COMPLETE:
                 _copy_file(file, target / file.name)
         if (source / _LOG).is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 from contextlib import closing
 from pathlib import Path
 
@@ -160,6 +161,24 @@ def test_a_restoration_puts_rows_blobs_and_tokens_back_and_keeps_the_rest(
     state = SqliteState(data.folder / "state.db")
     assert version_key("task", JUMP) in state.read(("",))
     state.close()
+
+
+def test_files_of_processes_are_neither_backed_up_nor_restored(data: Data, tmp_path: Path) -> None:
+    names = {"server.lock", "tsa-child.pid", "tsa.pid"}
+    for name in names:
+        (data.folder / name).write_text("1\n")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(data.folder / "tsa.sock"))
+    back_up(data.folder, tmp_path / "backup")
+    data.state.close()
+
+    def found(folder: Path) -> set[str]:
+        return {path.name for path in folder.iterdir()} & (names | {"tsa.sock"})
+
+    assert found(tmp_path / "backup") == set()
+    (tmp_path / "backup" / "tsa-child.pid").write_text("1\n")  # earlier versions copied it
+    restore(planned(data, tmp_path / "backup"), NOW)
+    assert found(data.folder) == set()
 
 
 def test_tokens_and_keys_are_synced_before_a_backup_or_a_restoration_is_complete(
