@@ -153,8 +153,8 @@ def run_backup(options: BackupOptions) -> int:
     if options.format == "json":
         print_json(done._asdict())
     else:
-        copied = f"{plural(done.tasks, 'task')} and {plural(done.blobs, 'blob')}"
-        print_data(f"{options.folder}: {copied}")
+        tasks, evaluations = plural(done.tasks, "task"), plural(done.evaluations, "evaluation")
+        print_data(f"{options.folder}: {tasks}, {evaluations} and {plural(done.blobs, 'blob')}")
     for key in done.missing:
         note(f"missing, and missing before the backup: {key}")
     return 0
@@ -191,8 +191,8 @@ def _lines(plan: backup.RestorePlan) -> list[str]:
     lines += [f"{task}: is cancelled ({why})" for task, why in plan.cancelled]
     lines += [f"missing blob: {key}" for key in plan.missing]
     lines += [
-        f"{name}: signed, revision {revision}. If its owner signed later revisions, devices refuse "
-        f"this one: papaya task update {name}"
-        for name, revision in plan.signed
+        f"{task}: signed, revision {revision} of {name}. If its owner signed later revisions, "
+        f"devices refuse this one: papaya task update {name}"
+        for name, revision, task in plan.signed
     ]
     return lines or ["the backup has no tasks that run"]

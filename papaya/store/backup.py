@@ -82,6 +82,7 @@ RowTable: TypeAlias = dict[str, Row]
 
 class BackedUp(NamedTuple):
     tasks: int
+    evaluations: int
     blobs: int
     missing: tuple[BlobKey, ...]  # named by a row, but lost before the backup
 
@@ -94,7 +95,7 @@ class RestorePlan(NamedTuple):
     missing: tuple[BlobKey, ...]
     continued: tuple[tuple[TaskId, int, int], ...]  # task, its version in the backup, the new one
     cancelled: tuple[tuple[TaskId, str], ...]  # task and reason
-    signed: tuple[tuple[str, str], ...]  # name and revision of tasks that their owner signs
+    signed: tuple[tuple[str, str, TaskId], ...]  # name, revision and id of runs that continue
 
 
 # -- backup ---------------------------------------------------------------------------------------
@@ -157,8 +158,17 @@ def _copy(
     _copy_files(data, target)
     (target / _COMPLETE).touch()
     sync_folder(target)
-    tasks = sum(isinstance(row, TaskRow) for row in rows.values())
-    return BackedUp(tasks, len(named) - len(missing), tuple(sorted(missing)))
+    evaluates = [row.config.evaluates is not None for row in _tasks(rows)]
+    return BackedUp(
+        tasks=evaluates.count(False),
+        evaluations=evaluates.count(True),
+        blobs=len(named) - len(missing),
+        missing=tuple(sorted(missing)),
+    )
+
+
+def _tasks(rows: RowTable) -> list[TaskRow]:
+    return [row for row in rows.values() if isinstance(row, TaskRow)]
 
 
 @contextmanager
@@ -371,7 +381,7 @@ class _NewGeneration:
         self.rows: RowTable = {}
         self.continued: list[tuple[TaskId, int, int]] = []
         self.cancelled: list[tuple[TaskId, str]] = []
-        self.signed: list[tuple[str, str]] = []
+        self.signed: list[tuple[str, str, TaskId]] = []
         self._missing = missing
         self._now = now
         newest = {**_numbers(rows)}
@@ -382,7 +392,7 @@ class _NewGeneration:
             self._take(key, row)
         new_key = ticket_key_key(self._next.get("ticket-key", JUMP))
         self.rows[new_key] = TicketKeyRow(ticket_key, now)
-        for row in [row for row in rows.values() if isinstance(row, TaskRow)]:
+        for row in _tasks(rows):
             self._take_task(row, rows)
 
     def _take(self, key: str, row: Row) -> None:
@@ -404,8 +414,6 @@ class _NewGeneration:
 
     def _take_task(self, row: TaskRow, rows: RowTable) -> None:
         task = row.config.task
-        if row.name and (bundle := row.config.requirements.bundle):
-            self.signed.append((row.name, bundle.rsplit("/", 1)[1].split("-")[1]))
         if row.is_over:
             return
         optimizer = rows[optimizer_key(task)]
@@ -446,6 +454,8 @@ class _NewGeneration:
         )
         self.rows[optimizer_key(task)] = OptimizerRow(head, optimizer.state, settled=head)
         self.continued.append((task, newest.version, head))
+        if row.name and (bundle := row.config.requirements.bundle):
+            self.signed.append((row.name, bundle.rsplit("/", 1)[1].split("-")[1], task))
 
 
 def _stops_later(config: TaskConfig, versions: int) -> TaskConfig:

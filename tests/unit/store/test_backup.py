@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 from contextlib import closing
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 from msgspec import structs
 
 from papaya.aggregator.shards import initial_blobs
-from papaya.config import StopRule, TaskConfig
+from papaya.cli import store_backup
+from papaya.config import Evaluated, Requirements, StopRule, TaskConfig
 from papaya.errors import OperatorError
 from papaya.messages.base import BlobKey
 from papaya.messages.storage import (
@@ -26,6 +28,7 @@ from papaya.messages.storage import (
     RecordRow,
     RolloutRow,
     TaskRow,
+    TaskState,
     TicketKeyRow,
     Transaction,
     VersionRow,
@@ -149,7 +152,7 @@ def test_a_task_makes_as_many_versions_as_before_however_its_rollout_ends(
 def test_a_restoration_puts_rows_blobs_and_tokens_back_and_keeps_the_rest(
     data: Data, tmp_path: Path
 ) -> None:
-    assert back_up(data.folder, tmp_path / "backup") == (1, 2, ())
+    assert back_up(data.folder, tmp_path / "backup") == (1, 0, 2, ())
     data.blobs.delete(data.parameters)
     (data.folder / "admin.token").write_text("changed")
     data.state.close()
@@ -161,6 +164,31 @@ def test_a_restoration_puts_rows_blobs_and_tokens_back_and_keeps_the_rest(
     state = SqliteState(data.folder / "state.db")
     assert version_key("task", JUMP) in state.read(("",))
     state.close()
+
+
+def test_evaluations_are_counted_apart_and_signed_runs_that_continue_are_named(
+    data: Data, tmp_path: Path
+) -> None:
+    def signed(task: str, state: TaskState) -> TaskRow:
+        content = task.encode()
+        bundle = f"{task}/0/bundle-1-{sha256(content).hexdigest()[:32]}"
+        data.blobs.put(bundle, content)
+        config = structs.replace(data.config, task=task, requirements=Requirements(bundle=bundle))
+        return TaskRow(config, state, name="lora")
+
+    evaluated = Evaluated("task", 0, data.parameters, 4, 10)
+    evaluation = structs.replace(data.config, task="task-eval-0", evaluates=evaluated)
+    data.put(task_key("task"), signed("task", "running"))
+    data.put(task_key("before"), signed("before", "completed"))
+    data.put(task_key("task-eval-0"), TaskRow(evaluation, "completed"))
+    done = back_up(data.folder, tmp_path / "backup")
+    assert (done.tasks, done.evaluations) == (2, 1)
+    data.state.close()
+    plan = planned(data, tmp_path / "backup")
+    assert plan.signed == (("lora", "1", "task"),)
+    [line] = [line for line in store_backup._lines(plan) if "signed" in line]
+    assert line.startswith("task: signed, revision 1 of lora.")
+    assert line.endswith("papaya task update lora")
 
 
 def test_files_of_processes_are_neither_backed_up_nor_restored(data: Data, tmp_path: Path) -> None:
@@ -329,7 +357,7 @@ def test_a_database_is_backed_up_with_the_folder_of_its_cluster(data: Data, tmp_
             assert not (tmp_path / "backup").exists()
             (data.folder / "cluster.id").write_text("another\n", encoding="ascii")
         (data.folder / "cluster.id").write_text(database.cluster, encoding="ascii")
-        assert back_up(data.folder, tmp_path / "backup", database=database) == (1, 2, ())
+        assert back_up(data.folder, tmp_path / "backup", database=database) == (1, 0, 2, ())
 
 
 def test_nothing_is_restored_into_a_database_while_a_server_runs(
