@@ -235,6 +235,11 @@ def loaded_from(path: Path) -> LoadedTask:
     """The task in a file, or in a folder with a task.py and the files that it imports."""
     from papaya.learning.task import load_task  # here: it imports torch
 
+    if path.is_file() and path.suffix != ".py":
+        raise OperatorError(
+            f"{path}: a task file is a Python file (.py)",
+            hint=f"give the file that defines `task`, or a folder with a {PROGRAM_FILE}",
+        )
     if not path.is_dir():
         return load_task(path)
     sys.path.insert(0, str(path))  # as on devices: its files import each other

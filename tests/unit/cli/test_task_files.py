@@ -246,6 +246,18 @@ def test_diff_compares_with_the_engine_that_was_asked_for(
     assert not any(field.startswith("client") for field in other)
 
 
+def test_a_file_that_is_not_python_is_refused_before_it_is_run(
+    server: AdminServer, tmp_path: Path
+) -> None:
+    policy = tmp_path / "trust.toml"
+    policy.write_text("allow_smt = true\n")
+    with pytest.raises(
+        OperatorError, match=r"trust\.toml: a task file is a Python file"
+    ) as refused:
+        run(server, "task", "submit", policy)
+    assert refused.value.hint == "give the file that defines `task`, or a folder with a task.py"
+
+
 def test_a_name_that_is_taken_is_told(server: AdminServer, task_file: Path) -> None:
     assert run(server, "task", "submit", task_file) == 0
     with pytest.raises(OperatorError, match="task tiny exists already") as error:
