@@ -32,6 +32,7 @@ from papaya.device.owners import OwnerPolicy
 from papaya.device.training import ExecutorTrainer, ProtocolTrainer
 from papaya.device.use_policy import UsePolicy
 from papaya.errors import OperatorError, PapayaError
+from papaya.http.routes import Routes
 from papaya.learning import parameters
 from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.definition import Examples, TaskTerms
@@ -387,6 +388,17 @@ def test_a_refused_or_ineligible_device_is_told_once_what_to_do(
     err = capsys.readouterr().err
     assert err.count("--token-file") == 1
     assert err.count("--assume idle,charging,unmetered") == 1
+
+
+def test_a_refusal_by_another_listener_of_the_server_is_explained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Such as its admin API, which has no path for devices."""
+    reason = str(Routes([]).missing("/"))
+    Printer("text").on_event(VisitEnded("phone", 0.0, "refused", reason, None, ""))
+    told = capsys.readouterr().err
+    assert "devices use port 8750 by default" in told
+    assert "--token-file" not in told
 
 
 def test_why_direct_uploads_fail_is_told_once_for_each_reason_and_counted(
