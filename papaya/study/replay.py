@@ -221,13 +221,15 @@ def learn(
     until: int | None = None,
     judged: Callable[[int, Vector], None] | None = None,
     checkpoints: Checkpoints | None = None,
+    resumed: Callable[[int, int], None] | None = None,
     rounding: bool = True,
 ) -> Curve:
     """Replay the trace, or until version `until`, or until `target` is reached and kept.
 
     Judged are version 0, the last, and `evaluations` versions in between; `judged` is called with
-    each of them. With `checkpoints`, learning continues after the version that was kept last, and
-    `judged` is called with the last version that was judged before.
+    each of them. With `checkpoints`, learning continues after the version that was kept last:
+    `judged` is called with the last version that was judged before, and `resumed` with the numbers
+    of clients that were trained and of versions that were judged before.
     """
     last = trace.versions if until is None else min(until, trace.versions)
     judging = Judging(workload, last, evaluations, target)
@@ -238,6 +240,8 @@ def learn(
         judging.restore(found.judging)
         if judged is not None and judging.parameters is not None:
             judged(judging.points[-1].version, judging.parameters)
+        if resumed is not None:
+            resumed(int(trace.until(found.version).first[found.version + 1]), len(judging.points))
     with judging.until_diverged():
         for version, parameters in learner.versions():
             if version in due:

@@ -281,16 +281,24 @@ def learn_run(
     trace: Trace | FollowedTrace,
     fleet: FleetSummary | None,
     workload: Workload,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda trained, judged: None,
     *,
     judged: Callable[[int, Vector], None] | None = None,
     checkpoints: Checkpoints | None = None,
+    resumed: Callable[[int, int], None] = lambda trained, judged: None,
 ) -> RunResult:
-    """`progress` is called with the numbers of clients trained and versions judged so far,
-    `judged` with each judged version. Of a trace that is still recorded, `fleet` is not known yet.
+    """`progress` is called with the numbers of clients trained and versions judged so far, counted
+    from the start of a run that is resumed; `resumed` with the numbers at which it is resumed.
+    `judged` is called with each judged version. Of a trace that is still recorded, `fleet` is not
+    known yet.
     """
     last_version = _last_version(run, trace)
-    watched = workload if progress is None else _Watched(workload, progress)
+    watched = _Watched(workload, progress)
+
+    def resume(trained: int, judged: int) -> None:
+        watched.count_from(trained, judged)
+        resumed(trained, judged)
+
     curve = learn(
         trace if run.copies == 1 else _whole(trace).repeated(run.copies),
         watched,
@@ -300,6 +308,7 @@ def learn_run(
         until=last_version,
         judged=judged,
         checkpoints=checkpoints,
+        resumed=resume,
         rounding=not run.curve_only,
     )
     if not curve.points:
@@ -352,6 +361,10 @@ class _Watched:
         self._progress = progress
         self._trained = 0
         self._judged = 0
+
+    def count_from(self, trained: int, judged: int) -> None:
+        """Of a run that is resumed: what was done before."""
+        self._trained, self._judged = trained, judged
 
     @property
     def device_states(self) -> dict[int, bytes]:

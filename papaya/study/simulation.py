@@ -316,6 +316,10 @@ def _learnt(
         words = f"{trained:,} of {total:,} clients trained, {evaluated} evaluated"
         tell("learning", min(1.0, trained / total), words)
 
+    def resumes(trained: int, judged: int) -> None:
+        words = f"resumes at {trained:,} of {total:,} clients trained"
+        tell("learning", min(1.0, trained / total), words)
+
     checkpoints = None
     if resume is not None:
         checkpoints = Checkpoints(resume / f"{run.digest}.checkpoint", checkpoint_s)
@@ -328,6 +332,7 @@ def _learnt(
             learns,
             judged=lambda version, parameters: kept.__setitem__(slice(None), [parameters]),
             checkpoints=checkpoints,
+            resumed=resumes,
         )
         [parameters] = kept
         trace, report = whole()

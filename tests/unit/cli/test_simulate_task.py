@@ -532,7 +532,10 @@ main(sys.argv[1:])
 
 
 def test_a_killed_run_resumes_with_the_same_numbers(
-    own: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """SIGKILL after the third checkpoint; then the same command, which goes on from there."""
     arguments = [*own, "--updates", "400", "--evaluations", "5", "--population", "1e5"]
@@ -549,8 +552,12 @@ def test_a_killed_run_resumes_with_the_same_numbers(
         save(self, make)
 
     monkeypatch.setattr(Checkpoints, "save_if_due", counted)
-    for folder in ("killed", "whole"):
+    for folder, first in (("killed", "2 %, resumes at 8 of 400"), ("whole", "0 %, 0 of 400")):
         assert main(["simulate", *arguments, str(tmp_path / folder)]) == 0
+        told = capsys.readouterr().err.splitlines()
+        learning = [line for line in told if line.startswith("learning: ")]
+        assert learning[0].startswith(f"learning: {first} clients trained")
+        assert learning[-1] == "learning: 100 %, 400 of 400 clients trained, 6 versions evaluated"
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
     assert offered[tmp_path / "whole"] - offered[tmp_path / "killed"] == 3
 
