@@ -220,7 +220,11 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def resumable(kept: str = "finished runs are kept: ") -> Iterator[None]:
+def resumable(
+    kept: Callable[[], str] = lambda: (
+        "finished runs are kept: run the same command again to continue"
+    ),
+) -> Iterator[None]:
     """Tell whoever presses Ctrl-C or sends SIGTERM what is kept and how to continue; to be used
     inside `writing`.
     """
@@ -228,7 +232,7 @@ def resumable(kept: str = "finished runs are kept: ") -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, OSError):
-        note(f"{kept}run the same command again to continue")
+        note(kept())
         raise
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -24,6 +24,7 @@ clients train with PyTorch's operators (`eager`) or with compiled code, as `--st
 from __future__ import annotations
 
 import reprlib
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -56,6 +57,7 @@ from papaya.study.simulation import (
     SimulatedRun,
     TextTable,
     forget,
+    kept_of,
     run_of,
     simulate_run,
 )
@@ -139,10 +141,15 @@ def simulate(
     if output is not None and not isinstance(task, Task):
         resume = Path(output) / "resume"
     _warn(before_run(prepared.task, run))
-    with _telling(progress) as tell:
-        simulated = simulate_run(
-            run, prepared, processes=processes, ray=ray, resume=resume, tell=tell
-        )
+    try:
+        with _telling(progress) as tell:
+            simulated = simulate_run(
+                run, prepared, processes=processes, ray=ray, resume=resume, tell=tell
+            )
+    except KeyboardInterrupt:
+        if resume is not None:
+            sys.stderr.write(kept_of(run, resume, "call") + "\n")
+        raise
     if output is not None:
         simulated.save(output)
     if resume is not None:

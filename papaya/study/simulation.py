@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -322,7 +322,7 @@ def _learnt(
 
     checkpoints = None
     if resume is not None:
-        checkpoints = Checkpoints(resume / f"{run.digest}.checkpoint", checkpoint_s)
+        checkpoints = Checkpoints(_checkpoint(run, resume), checkpoint_s)
     with prepared.opened(run.recording_plan.seed, processes, ray) as workload:
         result = learn_run(
             run,
@@ -338,6 +338,22 @@ def _learnt(
         trace, report = whole()
         table = clients_table(prepared.source, trace, result, workload, parameters)
     return SimulatedRun(result, report, parameters, table, prepared)
+
+
+def _checkpoint(run: Run, resume: Path) -> Path:
+    return resume / f"{run.digest}.checkpoint"
+
+
+def kept_of(run: Run, resume: Path, again: Literal["command", "call"]) -> str:
+    """What is left of an interrupted run, and what the same command or call does with it."""
+    if _checkpoint(run, resume).exists():
+        return f"the last checkpoint is kept: run the same {again} again to continue from there"
+    if Recording(resume, run.recording_plan).is_there:
+        return (
+            "only the recording of the fleet is kept, there is no checkpoint yet: the same "
+            f"{again} starts to learn from the beginning"
+        )
+    return f"nothing is kept yet: the same {again} starts from the beginning"
 
 
 def forget(resume: Path) -> None:

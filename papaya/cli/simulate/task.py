@@ -38,6 +38,7 @@ from papaya.study.simulation import (
     SimulatedRun,
     for_programs,
     forget,
+    kept_of,
     run_of,
     simulate_run,
 )
@@ -108,13 +109,18 @@ def _simulated(
     every_s = options.checkpoint_every
     for warning in before_run(prepared.task, run):
         note(f"warning: {warning}")
-    with writing(folder), resumable(kept=""), Progress() as progress:
+    resume = folder / "resume"
+
+    def kept() -> str:
+        return kept_of(run, resume, "command")
+
+    with writing(folder), resumable(kept), Progress() as progress:
         return simulate_run(
             run,
             prepared,
             processes=options.processes or 1,
             ray=options.ray,
-            resume=folder / "resume",
+            resume=resume,
             checkpoint_s=CHECKPOINT_S if every_s is None else every_s,
             tell=progress.update,
         )

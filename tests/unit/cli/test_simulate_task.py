@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -21,10 +21,12 @@ import safetensors.numpy
 from matplotlib.image import imread
 from msgspec import structs
 
+import papaya
 from papaya.cli.main import main
 from papaya.cli.simulate.task import summary
 from papaya.config import AsyncFL, SyncFL
 from papaya.study.checkpoint import Checkpoints, LearningState
+from papaya.study.replay import Judging
 from papaya.study.run import RunResult
 
 TASK = """
@@ -560,6 +562,53 @@ def test_a_killed_run_resumes_with_the_same_numbers(
         assert learning[-1] == "learning: 100 %, 400 of 400 clients trained, 6 versions evaluated"
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
     assert offered[tmp_path / "whole"] - offered[tmp_path / "killed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("every_s", "stops_in", "kept"),
+    [
+        ("0", "evaluate", "the last checkpoint is kept: run the same {} again to continue"),
+        ("900", "evaluate", "only the recording of the fleet is kept, there is no checkpoint yet"),
+        ("0", "record", "nothing is kept yet: the same {} starts from the beginning"),
+    ],
+)
+def test_an_interrupted_run_says_what_is_kept(
+    every_s: str,
+    stops_in: str,
+    kept: str,
+    own: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[object] = []
+    judge = Judging.judge
+
+    def interrupt(*_: object, **__: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    def interrupt_second(self: Judging, *values: Any, **named: Any) -> None:
+        calls.append(self)
+        if len(calls) > 1:
+            interrupt()
+        judge(self, *values, **named)
+
+    if stops_in == "record":
+        monkeypatch.setattr("papaya.study.simulation.record_plan", interrupt)
+    monkeypatch.setattr(Judging, "judge", interrupt_second)
+    arguments = ["--evaluations", "2", "--checkpoint-every", every_s]
+    assert simulate(own, tmp_path / "command", *arguments) == 130
+    *_, told, last = capsys.readouterr().err.splitlines()
+    assert told.startswith(kept.format("command"))
+    assert last == "interrupted"
+    calls.clear()
+    task, _, data = own
+    with pytest.raises(KeyboardInterrupt):
+        papaya.simulate(
+            *(task, data), updates=80, evaluations=2, population=100_000, output=tmp_path / "call"
+        )
+    if every_s == "900" or stops_in == "record":  # by default, checkpoints are half a minute apart
+        assert capsys.readouterr().err.splitlines()[-1].startswith(kept.format("call"))
 
 
 def test_a_table_is_shared_out(
