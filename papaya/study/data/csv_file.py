@@ -45,6 +45,13 @@ def csv_columns(path: Path, names_of_clients: Sequence[str] = ()) -> dict[str, l
     """The values of each column, in the order of the file. A column that names clients has texts:
     007 and 7 are two clients.
     """
+    return csv_columns_and_lines(path, names_of_clients)[0]
+
+
+def csv_columns_and_lines(
+    path: Path, names_of_clients: Sequence[str] = ()
+) -> tuple[dict[str, list[Any]], list[int]]:
+    """The columns, and for each row the line of the file at which it ends, counted from 1."""
     csv.field_size_limit(_LONGEST_VALUE)  # the default is 128 KiB, which a text may exceed
     with _opened(path) as file:
         lines = csv.reader(file, strict=True)
@@ -74,7 +81,7 @@ def csv_columns(path: Path, names_of_clients: Sequence[str] = ()) -> dict[str, l
                 hint="correct the value, or leave it empty if it is unknown; if the column has "
                 "texts, use parquet:FILE, or give a DataFrame to papaya.simulate",
             )
-    return columns
+    return columns, [line for line, _ in found]
 
 
 def _opened(path: Path) -> TextIO:

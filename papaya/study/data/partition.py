@@ -39,6 +39,8 @@ class _Table(Protocol):
 
     def column(self, name: str) -> Sequence[Any]: ...
 
+    def place(self, row: int) -> str: ...
+
 
 class ByColumn(Struct, frozen=True, forbid_unknown_fields=True, tag="by_column"):
     """Each value of `column` is a client, in the order of its first row."""
@@ -123,7 +125,7 @@ def _by_column(partition: ByColumn, table: _Table) -> Iterator[tuple[str, list[i
         have = "row has" if len(missing) == 1 else "rows have"
         raise OperatorError(
             f"{table.name}: {len(missing):,} {have} no value in the column {partition.column!r}; "
-            f"the first is row {missing[0]}, counted from 0",
+            f"the first is {table.place(missing[0])}",
             hint="leave such rows out, or name a client in each",
         )
     for value, rows in _grouped(values).items():

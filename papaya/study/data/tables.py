@@ -14,14 +14,14 @@ Refused: values that JSON cannot hold (bytes, images), a table without rows. Not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from papaya.errors import OperatorError
-from papaya.study.data.csv_file import csv_columns
+from papaya.study.data.csv_file import csv_columns_and_lines
 from papaya.study.data.partition import ByColumn, Partition, shares
 from papaya.study.data.source import Memory
 
@@ -31,11 +31,18 @@ _INSTALL: Final = "pip install 'papaya-fl[data]'"
 
 @dataclass(frozen=True, eq=False)
 class TableRows:
-    """Examples that belong to no client yet, with their columns."""
+    """Examples that belong to no client yet, with their columns. `lines`: of a file with a line for
+    each row, the lines of the rows.
+    """
 
     name: str
     examples: list[bytes]
     columns: Mapping[str, Sequence[Any]]
+    lines: Sequence[int] = ()
+
+    def place(self, row: int) -> str:
+        """Where a row is, for people."""
+        return f"line {self.lines[row]}" if self.lines else f"row {row}, counted from 0"
 
     def column(self, name: str) -> Sequence[Any]:
         if name not in self.columns:
@@ -76,8 +83,8 @@ def rows_of_table(table: object, without: Sequence[str] = ()) -> TableRows:
 
 
 def csv_rows(path: Path, without: Sequence[str] = ()) -> TableRows:
-    columns = _reading(path, lambda: csv_columns(path, without))
-    return _of_columns(f"CSV {path}", columns, without)
+    columns, lines = _reading(path, lambda: csv_columns_and_lines(path, without))
+    return replace(_of_columns(f"CSV {path}", columns, without), lines=lines)
 
 
 def parquet_rows(path: Path, without: Sequence[str] = ()) -> TableRows:

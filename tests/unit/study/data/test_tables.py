@@ -54,11 +54,11 @@ def test_each_value_of_a_column_is_a_client() -> None:
 def test_rows_without_a_client_are_not_one_client(tmp_path: Path) -> None:
     frame = a_frame()
     frame.loc[[4, 9], "user"] = None
-    problem = "2 rows have no value in the column 'user'; the first is row 4"
-    with pytest.raises(OperatorError, match=problem):
+    problem = "2 rows have no value in the column 'user'; the first is "
+    with pytest.raises(OperatorError, match=f"{problem}row 4, counted from 0"):
         table_source(frame, ByColumn("user"))
     frame.to_csv(tmp_path / "data.csv", index=False)
-    with pytest.raises(OperatorError, match=problem):
+    with pytest.raises(OperatorError, match=f"{problem}line 6\n"):  # after that of the names
         open_source(
             f"csv:{tmp_path / 'data.csv'}", load_task(Path("examples/leaf.py")), ByColumn("user")
         )
