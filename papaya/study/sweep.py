@@ -126,10 +126,11 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, values in self.vary.items():
-            known = ", ".join((*VARIABLES, *FIELDS))
-            remedy = _alike(name, values) or f"vary {known}"
-            is_known = name in VARIABLES or name in FIELDS
-            require(is_known, "vary", name, f"is not one of {known}", remedy)
+            known = (*VARIABLES, *FIELDS)
+            if name not in known and (meant := _alike(name, values)):
+                raise ConfigError.of("vary", name, "cannot be varied", meant)
+            problem = f"is not one of {', '.join(known)}"
+            require(name in known, "vary", name, problem, "vary one of these names")
             require(bool(values), "vary", name, "has no values", f"write {name}=1,2")
             for value in values:
                 _check_value(name, value)
