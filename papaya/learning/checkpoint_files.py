@@ -84,6 +84,12 @@ def read_frozen(path: Path) -> dict[str, FrozenTensor]:
         return map_frozen(path)
     try:
         found = dict(safetensors.deserialize(path.read_bytes()))  # type: ignore[no-untyped-call]
+    except FileNotFoundError as error:
+        raise OperatorError(
+            f"cannot read the frozen tensors: there is no file {path}",
+            hint="the path in the task file is relative to the folder of that file; save the "
+            "tensors there with safetensors.torch.save_file",
+        ) from error
     except (OSError, safetensors.SafetensorError) as error:
         raise OperatorError(
             f"cannot read the frozen tensors in {path}: {error}",

@@ -50,6 +50,12 @@ def test_the_library_reads_it_and_its_files_are_read(tmp_path: Path) -> None:
     assert read_frozen(path)["a"].shape == (2,)
 
 
+def test_a_missing_file_is_looked_for_beside_the_task_file(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match=r"there is no file .*absent") as refused:
+        read_frozen(tmp_path / "absent")
+    assert "relative to the folder of that file" in refused.value.hint
+
+
 def test_a_change_anywhere_in_the_header_or_the_length_is_refused() -> None:
     """The data themselves are covered by the hash in the manifest."""
     header = ENCODED.index(b"}}") + 2
