@@ -229,29 +229,35 @@ class SweepResult:
     @cached_property
     def rows(self) -> list[ResultRow]:
         """One for each setting, the best first."""
-        return rows_of(self.outcomes, varied_in(rows_of(self.outcomes, self.asked), self.asked))
+        return rows_of(self.outcomes, self._varied)
+
+    @cached_property
+    def _varied(self) -> list[str]:
+        return varied_in(rows_of(self.outcomes, self.asked), self.asked)
 
     @cached_property
     def table(self) -> pandas.DataFrame:
-        """A row for each setting, the best first; means over seeds, `*_spread` their deviation."""
+        """A row for each setting, the best first; means over seeds, `*_spread` their deviation. The
+        first columns are what was varied and the loss.
+        """
         names = [name for name in ResultRow.__struct_fields__ if name not in _NOT_COLUMNS]
-        settings = list(self.rows[0].setting)
-        rows = [
-            (
-                *(row.setting[name] for name in settings),
-                len(row.outcomes),
-                *(getattr(row, name) for name in names),
-            )
+        found = [
+            {
+                **row.setting,
+                "seeds": len(row.outcomes),
+                **{name: getattr(row, name) for name in names},
+            }
             for row in self.rows
         ]
-        return TextTable((*settings, "seeds", *names), rows).frame()
+        ordered = tuple(dict.fromkeys([*self._varied, "loss", *found[0]]))
+        rows = [tuple(values[name] for name in ordered) for values in found]
+        return TextTable(ordered, rows).frame()
 
     def plot(self) -> Picture:
         """The best curves, and the outcome by each varied value; a notebook shows it."""
         from papaya.study.learning_plots import sweep_picture
 
-        varied = varied_in(self.rows, self.asked)
-        return sweep_picture(self.rows, varied, f"{self.name}: the best settings")
+        return sweep_picture(self.rows, self._varied, f"{self.name}: the best settings")
 
 
 _NOT_COLUMNS = ("label", "setting", "outcomes")

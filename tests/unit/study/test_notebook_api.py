@@ -136,6 +136,8 @@ def test_a_sweep_has_a_row_for_each_setting(tmp_path: Path) -> None:
         (3, 0.1), (3, 0.5), (6, 0.1), (6, 0.5),
     }  # fmt: skip
     assert found.table["loss"].is_monotonic_increasing
+    assert list(found.table)[:4] == ["K", "client_rate", "loss", "regime"], "varied, then the rest"
+    assert found.table.columns.is_unique
     assert len(list((tmp_path / "runs").glob("*.json"))) == 4
 
 
