@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -54,6 +55,7 @@ from papaya.study.run_warnings import (
     ended_early_in_sweep,
 )
 from papaya.study.simulation import (
+    INSTALL_PANDAS,
     SimulatedRun,
     TextTable,
     forget,
@@ -140,7 +142,7 @@ def simulate(
     resume = None
     if output is not None and not isinstance(task, Task):
         resume = Path(output) / "resume"
-    _warn(before_run(prepared.task, run))
+    _warn([*before_run(prepared.task, run), *_without_pandas()])
     try:
         with _telling(progress) as tell:
             simulated = simulate_run(
@@ -199,7 +201,7 @@ def sweep(
             "other processes cannot load a Task that is defined in a notebook",
             hint="write the task to a file, or use jobs=1",
         )
-    _warn(before_sweep(prepared.task, vary))
+    _warn([*before_sweep(prepared.task, vary), *_without_pandas()])
     with _folder(output) as folder, _telling(progress) as tell:
         spec = _for_processes(prepared, folder) if jobs > 1 else prepared.spec
         plan = Plan(
@@ -261,6 +263,14 @@ class SweepResult:
 
 
 _NOT_COLUMNS = ("label", "setting", "outcomes")
+
+
+def _without_pandas() -> list[str]:
+    """Told before the run: the error of a DataFrame comes after it."""
+    if find_spec("pandas") is not None:
+        return []
+    missing = "pandas is not installed, so there are no DataFrames (history, clients, table)"
+    return [f"{missing}; results can be saved without it; {INSTALL_PANDAS}"]
 
 
 def _warn(texts: Iterable[str]) -> None:

@@ -73,6 +73,10 @@ TellStage: TypeAlias = Callable[[str, float, str], None]
 
 Whole: TypeAlias = Callable[[], tuple[Trace, RunReport]]
 
+INSTALL_PANDAS: Final = (
+    "pip install 'papaya-fl[data]'; after make demo: .venv/bin/pip install 'papaya-fl[data]', or "
+    "make install"
+)
 CHECKPOINT_S: Final = 30.0
 _FOLLOWED_UPDATES: Final = 20_000
 _FOLLOWED_BYTES: Final = 1 << 29
@@ -107,8 +111,7 @@ class TextTable:
             (save or self._save)(folder)
             raise OperatorError(
                 f"a DataFrame needs pandas, which is not installed; the results are in {folder}",
-                hint="pip install 'papaya-fl[data]'; after make demo: .venv/bin/pip install "
-                "'papaya-fl[data]', or make install",
+                hint=INSTALL_PANDAS,
             ) from error
         return pandas.DataFrame(self.rows, columns=list(self.columns))
 

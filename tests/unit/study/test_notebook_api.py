@@ -81,6 +81,10 @@ def test_a_run_is_kept_if_pandas_is_missing(
         without.setitem(sys.modules, "pandas", None)
         with pytest.raises(OperatorError, match="needs pandas") as refused:
             _ = run.history
+        with pytest.warns(UserWarning, match="pandas is not installed"):
+            papaya.simulate(EXAMPLE, some_clients(), **SMALL)
+        with pytest.warns(UserWarning, match="pandas is not installed"):
+            papaya.sweep(EXAMPLE, some_clients(), vary={"K": (4,)}, **SMALL)
     (folder,) = tmp_path.glob("papaya-*")
     assert str(refused.value).endswith(f"the results are in {folder}")
     assert ".venv/bin/pip install 'papaya-fl[data]'" in refused.value.hint
