@@ -41,17 +41,12 @@ _LONGEST_VALUE: Final = 1 << 28
 _MOSTLY: Final = 10
 
 
-def csv_columns(path: Path, names_of_clients: Sequence[str] = ()) -> dict[str, list[Any]]:
-    """The values of each column, in the order of the file. A column that names clients has texts:
-    007 and 7 are two clients.
-    """
-    return csv_columns_and_lines(path, names_of_clients)[0]
-
-
-def csv_columns_and_lines(
+def csv_columns(
     path: Path, names_of_clients: Sequence[str] = ()
 ) -> tuple[dict[str, list[Any]], list[int]]:
-    """The columns, and for each row the line of the file at which it ends, counted from 1."""
+    """The values of each column, in the order of the file, and for each row the line of the file at
+    which it ends, counted from 1. A column that names clients has texts: 007 and 7 are two clients.
+    """
     csv.field_size_limit(_LONGEST_VALUE)  # the default is 128 KiB, which a text may exceed
     with _opened(path) as file:
         lines = csv.reader(file, strict=True)

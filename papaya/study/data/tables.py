@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from papaya.errors import OperatorError
-from papaya.study.data.csv_file import csv_columns_and_lines
+from papaya.study.data.csv_file import csv_columns
 from papaya.study.data.partition import ByColumn, Partition, shares
 from papaya.study.data.source import Memory
 
@@ -83,7 +83,7 @@ def rows_of_table(table: object, without: Sequence[str] = ()) -> TableRows:
 
 
 def csv_rows(path: Path, without: Sequence[str] = ()) -> TableRows:
-    columns, lines = _reading(path, lambda: csv_columns_and_lines(path, without))
+    columns, lines = _reading(path, lambda: csv_columns(path, without))
     return replace(_of_columns(f"CSV {path}", columns, without), lines=lines)
 
 

@@ -19,7 +19,7 @@ from papaya.study.data.csv_file import csv_columns
 def columns_of(folder: Path, text: str) -> dict[str, list[Any]]:
     path = folder / "table.csv"
     path.write_text(text, encoding="utf-8", newline="")
-    return csv_columns(path)
+    return csv_columns(path)[0]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_quotes_line_breaks_and_blank_lines(tmp_path: Path) -> None:
 
 def test_a_compressed_file(tmp_path: Path) -> None:
     (tmp_path / "table.csv.gz").write_bytes(gzip.compress(b"x\n1\n2\n"))
-    assert csv_columns(tmp_path / "table.csv.gz") == {"x": [1, 2]}
+    assert csv_columns(tmp_path / "table.csv.gz")[0] == {"x": [1, 2]}
 
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:-12], lambda whole: whole[:10] + b"~~~~"])
@@ -89,14 +89,14 @@ def test_a_value_that_would_turn_numbers_into_texts_is_named(tmp_path: Path) -> 
     assert columns_of(tmp_path, mixed)["x"][-2:] == ["one", "two"], "too many for mistakes"
     path = tmp_path / "table.csv"
     path.write_text("user\n" + "".join(f"{n}\n" for n in range(10)) + "admin\n")
-    assert csv_columns(path, ("user",))["user"][-2:] == ["9", "admin"]
+    assert csv_columns(path, ("user",))[0]["user"][-2:] == ["9", "admin"]
 
 
 def test_names_of_clients_are_texts(tmp_path: Path) -> None:
     """007 and 7 are two clients, not one."""
     path = tmp_path / "data.csv"
     path.write_text("user,x\n007,007\n7,7\n 7,7\n1e3,1\n1000,2\n,3\n")
-    found = csv_columns(path, ["user"])
+    found, _ = csv_columns(path, ["user"])
     assert found == {
         "user": ["007", "7", "7", "1e3", "1000", None],
         "x": [7, 7, 7, 1, 2, 3],
@@ -122,7 +122,7 @@ def test_a_table_that_pandas_writes_comes_back(
     tmp_path: Path, first: list[Any], second: list[Any]
 ) -> None:
     pandas.DataFrame({"a": first, "b": second}).to_csv(tmp_path / "table.csv", index=False)
-    found = csv_columns(tmp_path / "table.csv")
+    found, _ = csv_columns(tmp_path / "table.csv")
     for given_values, values in ((first, found["a"]), (second, found["b"])):
         assert [type(v) for v in values] == [type(v) for v in given_values]
         assert values == given_values
