@@ -322,6 +322,12 @@ def learn_run(
         if (found := _last_version(run, trace)) != last_version:
             raise InvariantError(f"version {last_version} was to be the last, not {found}")
     assert fleet is not None
+    return _result(run, trace, fleet, workload, curve)
+
+
+def _result(
+    run: Run, trace: Trace, fleet: FleetSummary, workload: Workload, curve: Curve
+) -> RunResult:
     reached = None if run.target is None else curve.reached(run.target)
     last = curve.points[-1]
     examples = np.minimum(trace.clients.examples, trace.task.max_examples)
