@@ -62,7 +62,10 @@ from papaya.messages.storage import FenceRow, Rows, Transacted, holder_prefixes
 from papaya.messages.tickets import Keyring
 
 _NEVER = float("inf")
-_FAILING = "the TSA has an internal error at a release; restart it to give up the buffer"
+_FAILING = (
+    "the TSA fails with an internal error when it releases a sum; it is asked again. To give up "
+    "the open buffers, restart the TSA"
+)
 
 
 class TaskPhase(Enum):
@@ -70,7 +73,7 @@ class TaskPhase(Enum):
 
     LOADING = "the task is loading"
     SERVING = "serving clients"
-    HALTED = "the task is halted until its owner acts"
+    HALTED = "the task is halted until its owner or an operator acts"
     STOPPED = "the task is held by another aggregator"
 
 
@@ -99,7 +102,8 @@ class HeldTask:
         # The row that makes this aggregator the holder. Every write requires it.
         self.fence = fence
         self.phase = TaskPhase.LOADING
-        # Why the task is halted, for the owner; empty while it is not.
+        # Why the task is halted, for the owner; empty while it is not. A report also calls a task
+        # halted while its TSA has a problem, but then the phase stays SERVING.
         self.halted_because = ""
 
         # Active clients, and how ended sessions ended.

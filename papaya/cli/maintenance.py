@@ -41,7 +41,11 @@ def add_to(commands: Commands) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     for name, words, is_stopped in (
         ("begin", "assign no more clients, and let those that train finish", False),
-        ("stop", "stop all training now; updates that are under way are not counted", True),
+        (
+            "stop",
+            "stop all training now; updates that are under way can be counted only after `end`",
+            True,
+        ),
     ):
         action = _add(actions, name, words)
         action.add_argument(

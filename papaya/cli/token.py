@@ -97,9 +97,10 @@ def _add_revocations(actions: Commands) -> None:
     revoke = actions.add_parser(
         "revoke",
         help="exclude a device before its token expires",
-        description="Exclude a device, whatever token it shows. The servers stop its check-ins "
-        "within a heartbeat, and its session at its next request. This needs tokens that identify "
-        'devices: device_tokens = "signed" or a verifier of your own.',
+        description="Exclude a device, whatever token it shows. Within a heartbeat the servers "
+        "refuse its check-ins and end its session; the device learns of it at its next request. "
+        'This needs tokens that identify devices: device_tokens = "signed" or a verifier of your '
+        "own.",
     )
     revoke.add_argument("device", metavar="DEVICE", help="name of the device, as in its token")
     revoke.add_argument("--undo", action="store_true", help="let the device take part again")

@@ -207,7 +207,7 @@ class TaskLeft(ServerEvent, frozen=True):
 
 
 class TaskHalted(ServerEvent, frozen=True):
-    """A task makes no progress until its owner or an operator acts."""
+    """A task makes no versions until its owner or an operator acts; `why` has the reason."""
 
     level = "error"
 
@@ -246,7 +246,9 @@ class BufferDropped(ServerEvent, frozen=True):
 
 
 class TsaUnreachable(ServerEvent, frozen=True):
-    """A TSA does not answer. Its secure tasks wait; nothing is lost."""
+    """A TSA does not answer, and its secure tasks wait. Acknowledged updates are kept. Clients that
+    have trained wait up to 15 minutes past their deadlines; after that their updates are lost.
+    """
 
     level = "warning"
 

@@ -7,7 +7,7 @@ Only events that a timeline needs are kept: no versions, no changes by people (t
 them), no evaluation without trouble, and of equal events the first ten within a minute.
 Coordinators delete the oldest rows. If the state store is away, events wait for it with the times
 at which they happened. A process that is killed loses those of its last two seconds; its log has
-them.
+them, except perhaps the last one.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ class TsaCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         breakers = [link.breaker for link in self._tsas.links]
-        help_ = "How long the TSA has not answered; 0 while it answers. Of several, the longest."
+        help_ = "Seconds since a TSA stopped answering, the longest of several; 0 while all answer."
         longest_s = max(breaker.open_s for breaker in breakers)
         yield GaugeMetricFamily("papaya_tsa_unreachable_seconds", help_, longest_s)
         help_ = "How often a TSA became unreachable."

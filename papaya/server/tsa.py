@@ -2,8 +2,8 @@
 
 After a connection breaks, the call is repeated on a new one if it is still the same TSA. A TSA that
 restarted has another identity and does not know the old offers: they are lost. A TSA that does not
-answer is unreachable, and nothing is lost: the breaker opens, calls fail at once, and now and then
-one of them is let through, until the TSA answers again.
+answer is unreachable, but still has its seeds: the breaker opens, calls fail at once, and now and
+then one of them is let through, until the TSA answers again.
 
 The child process is started when a task first needs it. It outlives a server that is killed, so
 that the next server finds its open groups; a server that stops cleanly ends it, and its contents
