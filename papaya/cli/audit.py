@@ -103,7 +103,8 @@ def add_to(commands: Commands) -> None:
         "--skip",
         action="append",
         choices=tuple(TRUSTED),
-        help="check that may be left out; may be repeated",
+        help="accept that this check is not done; the output says what you then trust; may be "
+        "repeated",
     )
     add_format(parser)
     bind(parser, AuditOptions, run)

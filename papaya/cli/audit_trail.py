@@ -131,7 +131,7 @@ def run_show(options: TrailShowOptions) -> int:
     ]
     header = ("number", "when (UTC)", "who", "result", "why", "what".ljust(width))
     print_data(table(header, lines))
-    note(f"the trail is in order; its head is {_named(trail.head.number, trail.head.digest)}")
+    note(f"the trail is intact; its head is {_named(trail.head.number, trail.head.digest)}")
     return 0
 
 
@@ -233,7 +233,7 @@ def _tell(options: FormatOptions, head: AuditHeadRow, count: int) -> None:
     if options.is_json:
         print_json({"rows": count, "head": head.number, "digest": head.digest.hex()})
     else:
-        print_data(f"{plural(count, 'row')}, in order; head {_named(head.number, head.digest)}")
+        print_data(f"{plural(count, 'row')}, all intact; head {_named(head.number, head.digest)}")
 
 
 def _named(number: int, digest: bytes) -> str:

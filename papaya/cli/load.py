@@ -162,7 +162,10 @@ def add_to(commands: Commands) -> None:
         "--request-timeout", type=positive, metavar="S", help="seconds to wait for an answer"
     )
     details.add_argument(
-        "--give-up", type=positive, metavar="S", help="seconds after which a device gives up"
+        "--give-up",
+        type=positive,
+        metavar="S",
+        help="seconds that a device tries to check in, and then to join, before it ends its visit",
     )
     details.add_argument(
         "--upload-host",

@@ -175,7 +175,7 @@ def from_revision(repository: Path, revision: str) -> ReadSource:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NoGit(f"cannot run git in {repository}: {error}") from error
         except subprocess.SubprocessError as error:
-            message = f"{repository} cannot show {path} of revision {revision[:60]}"
+            message = f"{path} of revision {revision[:60]} is not in {repository}"
             raise OperatorError(message, hint=f"git -C {repository} fetch") from error
 
     return read

@@ -149,7 +149,7 @@ class Selectors:
             ):
                 answer = wire.to_device.parse(await read_bounded(response, MAX_ANSWER_BYTES))
         except ProtocolError as error:
-            mark(f"it answers, but {error}")
+            mark(f"it answered, but the answer is invalid: {error}")
             return None
         except BROKEN as error:
             # aiohttp wraps the error that says why it could not connect.

@@ -420,7 +420,8 @@ class DeviceVisit:
         try:
             await asyncio.to_thread(self._equipment.store.keep_state, *self._left)
         except PapayaError as error:
-            self.detail = f"the update is counted, its state is not kept: {in_words(error)}"
+            problem = "the update is counted, but the personal tensors could not be stored"
+            self.detail = f"{problem}: {in_words(error)}"
 
     def _training_s(self, program: TaskId, asked_s: float) -> float:
         """The time that the server gives, and not more than the task's owner has signed."""

@@ -361,7 +361,7 @@ class _Pool:
         if self._tls is not None and (why := self._tls.refusal(connection.certificate)):
             connection.abort()
             self._free_slot()
-            wrong = PeerUnavailable(f"{self.address} is not the server that was meant: {why}")
+            wrong = PeerUnavailable(f"{self.address} is a different server than expected: {why}")
             raise wrong from PermissionError(why)
         self._connections.add(connection)
         return connection

@@ -151,7 +151,8 @@ class Relay:
     def break_off(self) -> None:
         self.broken()
         if self._exchange.is_open:
-            self._exchange.answer_problem(503, "the body is slow, and others wait")
+            text = "the body arrives too slowly, and other requests wait"
+            self._exchange.answer_problem(503, text)
 
     def _pass_on(self, upload: StreamedRequest, piece: memoryview) -> None:
         upload.write(piece)

@@ -86,7 +86,7 @@ def _shared(private_key: bytes, point: bytes) -> bytes:
             X25519PublicKey.from_public_bytes(point)
         )
     except ValueError:  # the secret is zero
-        raise ChannelError("low_order", "an X25519 key of low order has no secret") from None
+        raise ChannelError("low_order", "invalid X25519 key: it is a point of low order") from None
 
 
 def _derived(secret: bytes, context: bytes, device_key: bytes) -> tuple[AESGCM, bytes]:

@@ -534,7 +534,8 @@ class Server:
     def _servers_routes(self) -> list[HttpRoute]:
         shared = self._resources
         checks_roles = self.deployment.has_mutual_tls
-        secret, refusal = shared.server_token, problem(401, "the servers' token is missing")
+        secret = shared.server_token
+        refusal = problem(401, "the servers' token is missing or wrong (server.token)")
         own = [message_route(shared.peers, checks_roles=checks_roles)]
         routes = guarded(own, secret, refusal)
         if "aggregator" in self.roles:

@@ -99,7 +99,7 @@ class TsaTwin:
         tsa = self._reached()
         if self._failures > 0:
             self._failures -= 1
-            raise TsaRefused(RefusalReason.INTERNAL, "the TSA failed on this")
+            raise TsaRefused(RefusalReason.INTERNAL, "internal error of the TSA")
         masks = tsa.release(parameters.digest(), group, members)
         self.on_released(parameters.digest(), group, tuple(members), masks)
         give_in_blocks(masks, take)

@@ -73,7 +73,7 @@ class TsaSession:
         except TsaRefused as refused:
             return [wire.encode_refusal(refused)]
         except Exception:
-            failed = TsaRefused(RefusalReason.INTERNAL, "the TSA failed on this")
+            failed = TsaRefused(RefusalReason.INTERNAL, "internal error of the TSA")
             return [wire.encode_refusal(failed)]
 
     def _release(self, body: bytes) -> ReplyParts:

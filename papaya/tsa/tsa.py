@@ -142,7 +142,8 @@ class TSA:
             )
         reserved = sum(self._reserved_bytes(task.parameters) for task in self._tasks.values())
         if reserved + self._reserved_bytes(parameters) > self._limits.memory_bytes:
-            message = f"no {self._reserved_bytes(parameters)} bytes left for this task's sums"
+            needed = self._reserved_bytes(parameters)
+            message = f"not enough memory for this task's sums: {needed} bytes needed"
             raise TsaRefused(RefusalReason.TOO_MUCH_MEMORY, message)
         self._tasks[digest] = _Task(parameters, digest)
         return digest
@@ -171,7 +172,7 @@ class TSA:
         task = self._task(parameters_hash)
         limit = self._limits.outstanding_offers
         if not 1 <= count <= limit:
-            message = f"{count} offers asked for, from 1 to {limit} are kept"
+            message = f"{count} offers requested; request 1 to {limit}"
             raise TsaRefused(RefusalReason.TOO_MANY_OFFERS, message)
         self._forget_expired(task, now)
         while len(task.pending) > limit - count:

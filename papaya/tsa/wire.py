@@ -94,9 +94,11 @@ def _packed(fields: struct.Struct, *values: bytes | int) -> bytes:
     try:
         packed = fields.pack(*values)
     except struct.error as error:
-        raise TsaRefused(RefusalReason.MALFORMED, f"not to be sent: {error}") from None
+        raise TsaRefused(RefusalReason.MALFORMED, f"cannot encode this request: {error}") from None
     if fields.unpack(packed) != values:
-        raise TsaRefused(RefusalReason.MALFORMED, "not to be sent: a field of another length")
+        raise TsaRefused(
+            RefusalReason.MALFORMED, "cannot encode this request: a field has the wrong length"
+        )
     return packed
 
 
@@ -163,7 +165,7 @@ def read_offers(body: bytes) -> tuple[bytes, int]:
     parameters_hash, count = _exactly(_OFFERS, body)
     if count > MAX_OFFERS:
         raise TsaRefused(
-            RefusalReason.TOO_MANY_OFFERS, f"{count} offers asked for, at most {MAX_OFFERS}"
+            RefusalReason.TOO_MANY_OFFERS, f"{count} offers requested; request at most {MAX_OFFERS}"
         )
     return parameters_hash, count
 
@@ -182,7 +184,7 @@ def read_group(body: bytes) -> tuple[bytes, int]:
 def read_release(body: bytes) -> tuple[bytes, int, tuple[int, ...]]:
     listed = body[_GROUP.size :]
     if len(listed) % _NUMBER_BYTES:
-        raise TsaRefused(RefusalReason.MALFORMED, f"{len(listed)} bytes are no list of members")
+        raise TsaRefused(RefusalReason.MALFORMED, f"invalid list of members: {len(listed)} bytes")
     parameters_hash, group = read_group(body[: _GROUP.size])
     return parameters_hash, group, struct.unpack(f">{len(listed) // _NUMBER_BYTES}Q", listed)
 

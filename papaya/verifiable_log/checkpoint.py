@@ -113,9 +113,10 @@ def open_checkpoint(raw: bytes, policy: LogPolicy, now: float) -> Checkpoint:
     counted = [time for time in times if time is not None and _in_time(time, policy, now)]
     if len(counted) < policy.quorum:
         raise SignatureError(
-            f"{len(counted)} witnesses signed the checkpoint of size {checkpoint.size} within "
-            f"{policy.max_cosignature_age_s:g} s, {policy.quorum} of {len(policy.witnesses)} are "
-            f"required; {len(times) - len(counted)} signatures are older, or from the future"
+            f"only {len(counted)} valid cosignatures of the checkpoint of size {checkpoint.size} "
+            f"are at most {policy.max_cosignature_age_s:g} s old; {policy.quorum} of "
+            f"{len(policy.witnesses)} witnesses are required; {len(times) - len(counted)} are too "
+            "old or have a time in the future"
         )
     return checkpoint
 

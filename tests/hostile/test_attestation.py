@@ -202,7 +202,7 @@ def test_a_log_that_no_witness_has_seen(tmp_path: Path) -> None:
     device = Device(a_reader(log, policy=policy), leaf_index=0)
     error = refused(device, software_evidence())
     assert error.reason == "log"
-    assert "0 witnesses signed" in str(error)
+    assert "only 0 valid cosignatures" in str(error)
 
 
 @pytest.mark.parametrize("index", [-1, 2, 10**9])

@@ -150,7 +150,7 @@ def test_two_histories_need_accomplices_among_the_witnesses(tmp_path: Path) -> N
     fork = a_log(tmp_path / "fork", [b"a binary for you alone"])
     a_reader(fork).refresh(NOW)  # without witnesses nobody can tell
     policy = LogPolicy(KEY.verifier, tuple(w.verifier for w in WITNESSES), 2)
-    with pytest.raises(SignatureError, match="0 witnesses signed"):
+    with pytest.raises(SignatureError, match="only 0 valid cosignatures"):
         a_reader(fork, policy=policy).refresh(NOW)
 
 

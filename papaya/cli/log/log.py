@@ -106,9 +106,9 @@ def run_verify(options: LogShowOptions) -> int:
     if options.is_json:
         print_json({"checkpoint": _checkpoint(reader), "records": len(entries)})
     else:
-        print_data(f"{reader.checkpoint.origin}: {plural(len(entries), 'record')}, all in order")
+        print_data(f"{reader.checkpoint.origin}: {plural(len(entries), 'record')}, all valid")
     if not options.witness:
-        note("no --witness was given, so a forked log cannot be detected")
+        note("no --witness was given: others may be shown a different log")
     return 0
 
 

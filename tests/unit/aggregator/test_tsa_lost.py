@@ -198,7 +198,7 @@ class Failing:
     ) -> None:
         self.times -= 1
         if self.times >= 0:
-            raise TsaRefused(RefusalReason.INTERNAL, "the TSA failed on this")
+            raise TsaRefused(RefusalReason.INTERNAL, "internal error of the TSA")
         self._release(parameters, group, members, take)
 
 

@@ -125,14 +125,14 @@ def test_a_witness_signs_and_its_signature_is_demanded(world: World) -> None:
     key = world.out("log", "key", "--witness", "--name", "witness", "--output", witness)
     seen = world.folder / "seen"
     reading = [world.log, "--log-key", world.log_key, "--remember", seen]
-    with pytest.raises(LogRefused, match="0 witnesses signed"):
+    with pytest.raises(LogRefused, match="only 0 valid cosignatures"):
         world.read("verify", "--witness", key)
     line = world.out("log", "cosign", *reading, "--key", witness)
     where = ["--log", world.log, "--key", world.key]
     world.out("log", "add-cosignature", *where, "--witness", key, "--line", line)
     assert world.read("verify", "--witness", key)["records"] == 1
     world.append()
-    with pytest.raises(LogRefused, match="0 witnesses signed"):
+    with pytest.raises(LogRefused, match="only 0 valid cosignatures"):
         world.read("verify", "--witness", key)
 
 

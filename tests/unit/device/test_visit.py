@@ -265,7 +265,7 @@ def test_a_state_that_cannot_be_kept_is_reported(tmp_path: Path) -> None:
 
     asyncio.run(scenario())
     assert isinstance(events[-1], VisitEnded)
-    assert events[-1].detail.startswith("the update is counted, its state is not kept: ")
+    assert "counted, but the personal tensors could not be stored: " in events[-1].detail
 
 
 @pytest.mark.parametrize(
