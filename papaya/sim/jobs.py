@@ -111,10 +111,7 @@ def mapping(jobs: int, ray: str | None = None) -> Iterator[Map]:
             for ended in _as_they_end(futures, reader):
                 yield ended.result()
         except BrokenProcessPool as error:
-            raise OperatorError(
-                "a worker process was killed, probably because the machine ran out of memory",
-                hint="lower --jobs: each process needs its own memory",
-            ) from error
+            raise worker_killed("--jobs") from error
         finally:
             for future in futures:
                 future.cancel()  # the caller needs no more results
@@ -128,6 +125,14 @@ def mapping(jobs: int, ray: str | None = None) -> Iterator[Map]:
         pool.shutdown(cancel_futures=True)
         held.close()
         watched.close()
+
+
+def worker_killed(option: str) -> OperatorError:
+    """`option` says how many processes there are."""
+    return OperatorError(
+        "a worker process was killed, probably because the machine ran out of memory",
+        hint=f"lower {option}: each process needs its own memory",
+    )
 
 
 class _ProgressReader:

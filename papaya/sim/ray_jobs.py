@@ -17,7 +17,7 @@ import atexit
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -126,6 +126,20 @@ def _got(ray: Any, reference: Any) -> Any:
         ) from error
 
 
+class RayFuture:
+    """A piece of work that a pool was given."""
+
+    def __init__(self, ray: Any, reference: Any) -> None:
+        self._ray = ray
+        self._reference = reference
+
+    def result(self) -> Any:
+        return _got(self._ray, self._reference)
+
+    def cancel(self) -> None:
+        self._ray.cancel(self._reference)
+
+
 class RayPool:
     """The part of a process pool that client training uses, on a Ray cluster."""
 
@@ -133,17 +147,18 @@ class RayPool:
         self._connection = ray_cluster(address)
         self._ray = self._connection.__enter__()
         self._call = self._ray.remote(num_cpus=1, max_retries=_RETRIES)(_call)
+        # What was called last, and its copy in the cluster's memory.
+        self._sent: tuple[Callable[[Any], Any], Any] | None = None
 
     @property
     def workers(self) -> int:
         """How many pieces can run at a time."""
         return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
-    def map(self, work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        """Results in the order of the items."""
-        shared = self._ray.put(work)
-        references = [self._call.remote(shared, item) for item in items]
-        return (_got(self._ray, reference) for reference in references)
+    def submit(self, work: Callable[[Any], Any], item: Any) -> RayFuture:
+        if self._sent is None or self._sent[0] is not work:
+            self._sent = work, self._ray.put(work)
+        return RayFuture(self._ray, self._call.remote(self._sent[1], item))
 
     def shutdown(self, *, cancel_futures: bool = True) -> None:
         self._connection.__exit__(None, None, None)

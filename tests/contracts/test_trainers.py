@@ -24,6 +24,7 @@ from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask, load_task
 from papaya.sim.draws import Ints
 from papaya.study import workloads
+from papaya.study.replay import Rates, learn
 from papaya.study.workloads.base import Clients, Matrix
 from papaya.study.workloads.lstm import Lstm
 from papaya.study.workloads.lstm_trainers import (
@@ -35,7 +36,9 @@ from papaya.study.workloads.lstm_trainers import (
     fastest,
 )
 from papaya.study.workloads.shipped_task import ShippedTask
-from papaya.study.workloads.torch_task import TorchWorkload, _Judged, _results
+from papaya.study.workloads.torch_task import TorchWorkload
+from papaya.study.workloads.torch_workers import JudgedClient, judged_in_worker
+from tests.unit.study.learners import Kept, a_trace
 
 # n = 1, n below, at and above a batch, batches that do not divide n
 VOLUMES = np.array([1, 2, 5, 32, 33, 7, 64, 1, 40, 13])
@@ -282,17 +285,43 @@ def test_a_torch_task_in_processes_gives_the_same_bits(line: LoadedTask) -> None
     assert better.all < here.evaluate(model).all
 
 
+def test_learning_in_processes_gives_the_same_bits(line: LoadedTask) -> None:
+    """Their clients train ahead (training_ahead.py)."""
+    trace, rates = a_trace(10, 6, stale=3), Rates(ClientSGD(rate=0.1, batch_size=8))
+    here = Kept(TorchWorkload(line, rows_of, some_clients(5)))
+    expected = learn(trace, here, rates)
+    judged = []
+    with TorchWorkload(line, rows_of, some_clients(5), processes=2) as there:
+        found = learn(trace, there, rates, judged=lambda _, model: judged.append(model.tobytes()))
+    assert found == expected
+    assert judged == [model.tobytes() for model in here.judged]
+
+
+def test_a_killed_worker_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "kills.py"
+    path.write_text(f"import os, signal\n{TASK}".replace(
+        "def batch(examples):", "def batch(examples):\n    os.kill(os.getpid(), signal.SIGKILL)"
+    ))  # fmt: skip
+    killed = load_task(path)
+    with TorchWorkload(killed, rows_of, some_clients(5), processes=2) as workload:
+        clients, model = some_clients(), workload.initial(0)
+        start = np.zeros(len(clients), np.int64)
+        with pytest.raises(OperatorError, match="worker process was killed") as refused:
+            workload.train([model], start, clients, ClientSGD(rate=0.1))
+    assert "--training-processes" in str(refused.value.hint)
+
+
 def test_a_torch_task_that_changed_is_refused_by_a_worker(line: LoadedTask) -> None:
     """A file that changes later is no problem: its content has been sent."""
     shipped, parameters = ShippedTask.of(line), line.initial_parameters()
-    judged, client = [_Judged(rows_of(0, 1), b"")], line.task.client
-    before = _results(shipped, None, parameters, client, judged)
+    judged, client = [JudgedClient(rows_of(0, 1), b"")], line.task.client
+    before = judged_in_worker(shipped, None, parameters, client, judged)
     line.path.write_text(TASK + "# changed\n")
     other = replace(shipped, path=line.path.with_name("missing.py"))
     for sent in (shipped, other):
-        assert _results(sent, None, parameters, client, judged).tolist() == before.tolist()
+        assert judged_in_worker(sent, None, parameters, client, judged).tolist() == before.tolist()
     with pytest.raises(OperatorError, match="changed during the simulation"):
-        _results(ShippedTask.of(line), None, parameters, client, judged)
+        judged_in_worker(ShippedTask.of(line), None, parameters, client, judged)
 
 
 def test_a_source_with_too_few_examples_is_refused(line: LoadedTask) -> None:

@@ -4,9 +4,8 @@ One module is made and reused for every client. A client's batches are in the or
 draws from its seed, which is hashed from (seed, device, participation); so an update is a function
 of the start model and the client, and the same bits in one process or in many.
 
-With `processes` above 1 workers are spawned, or with `ray` work on a cluster; each loads the task
-file itself (shipped_task.py). Examples are read here and sent as bytes, so the data source may be
-anything.
+With `processes` above 1, or with `ray`, other processes train the clients (torch_workers.py).
+Examples are read here and sent as bytes, so the data source may be anything.
 
 With a `library` (papaya/learning/torch/compiled_gradient.py) steps use a compiled gradient: the
 same bits again in one process or in many, but not those of steps without it.
@@ -24,32 +23,31 @@ code fails. A client that diverges ends the call.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Final, Self
 
 import numpy as np
 from msgspec import structs
 
-from papaya.errors import OperatorError, PapayaError
+from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
-from papaya.learning.evaluation import summarize
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask
-from papaya.learning.torch.compiled_engine import CompiledEngine
 from papaya.learning.torch.compiled_gradient import Library
-from papaya.learning.torch.engine import TorchEngine
 from papaya.sim.draws import Floats, Ints, counters, splitmix64, splitmix64_words
-from papaya.sim.ray_jobs import RayPool
 from papaya.study.workloads.base import Clients, Matrix, Quality, quality
-from papaya.study.workloads.shipped_task import ShippedTask
+from papaya.study.workloads.torch_workers import (
+    BegunShares,
+    ClientTrainer,
+    ClientWork,
+    JudgedClient,
+    TrainedClients,
+    TrainingWorkers,
+)
 
 ExamplesOf = Callable[[int, int], list[bytes]]
 """examples_of(device, n): the device's n examples, always the same ones."""
@@ -57,10 +55,7 @@ ExamplesOf = Callable[[int, int], list[bytes]]
 JudgedOn = Callable[[int], list[bytes]]
 """judged_on(device): the device's examples that are not trained on; at least one."""
 
-_Job = TypeVar("_Job", bound=Sized)
-
 _ORDER: Final = 111  # apart from the quantities of `Population` and of other workloads
-_SHARES_PER_PROCESS: Final = 4
 
 
 class TorchWorkload:
@@ -94,11 +89,12 @@ class TorchWorkload:
         # The personal tensors of clients that have trained.
         self.device_states: dict[int, bytes] = {}
         self._order = splitmix64(seed, _ORDER)
-        self._library = library
-        self._trainer = _Trainer(loaded, library)
-        self._shipped = ShippedTask.of(loaded) if processes > 1 or ray is not None else None
-        self._pool = _pool(processes, ray)
-        self._processes = self._pool.workers if isinstance(self._pool, RayPool) else processes
+        self._trainer = ClientTrainer(loaded, library)
+        self._workers = (
+            TrainingWorkers(loaded, library, processes, ray)
+            if processes > 1 or ray is not None
+            else None
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -113,8 +109,8 @@ class TorchWorkload:
 
     def close(self) -> None:
         """End the worker processes."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        if self._workers is not None:
+            self._workers.close()
 
     @property
     def name(self) -> str:
@@ -129,11 +125,37 @@ class TorchWorkload:
         self.device_states = {}
         return self.loaded.initial_parameters(seed=seed)
 
+    @property
+    def workers(self) -> int:
+        """0 if clients keep personal tensors: these change in the order of the versions."""
+        return 0 if self._workers is None or self._trainer.keeps_state else self._workers.count
+
+    def begin(
+        self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD, together: int
+    ) -> BegunShares:
+        assert self._workers is not None
+        return self._workers.begin(self._work(models, start, clients, sgd), sgd, together)
+
     def train(
         self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD
     ) -> Matrix:
-        jobs = [
-            _Training(device, models[index], self._examples(device, n, sgd.max_examples), seed)
+        work = self._work(models, start, clients, sgd)
+        if not self._trainer.keeps_state:
+            return self._train(work, sgd)[0]
+        updates = np.empty((len(work), self.length), FLOAT32)
+        owners = [self._client_of(client.device) for client in work]
+        for rows in _in_turn(owners):
+            kept = [self.device_states.get(owners[row], b"") for row in rows]
+            wave = [replace(work[row], state=state) for row, state in zip(rows, kept, strict=True)]
+            updates[rows], states = self._train(wave, sgd)
+            self.device_states |= zip((owners[row] for row in rows), states, strict=True)
+        return updates
+
+    def _work(
+        self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD
+    ) -> list[ClientWork]:
+        return [
+            ClientWork(device, models[index], self._examples(device, n, sgd.max_examples), seed)
             for index, device, n, seed in zip(
                 start.tolist(),
                 clients.device.tolist(),
@@ -142,25 +164,11 @@ class TorchWorkload:
                 strict=True,
             )
         ]
-        if not self._trainer.keeps_state:
-            return self._train(jobs, sgd)[0]
-        updates = np.empty((len(jobs), self.length), FLOAT32)
-        owners = [self._client_of(job.device) for job in jobs]
-        for rows in _in_turn(owners):
-            kept = [self.device_states.get(owners[row], b"") for row in rows]
-            wave = [replace(jobs[row], state=state) for row, state in zip(rows, kept, strict=True)]
-            updates[rows], states = self._train(wave, sgd)
-            self.device_states |= zip((owners[row] for row in rows), states, strict=True)
-        return updates
 
-    def _train(self, jobs: list[_Training], sgd: ClientSGD) -> tuple[Matrix, list[bytes]]:
-        if self._pool is None or self._shipped is None:
-            return self._trainer.train(jobs, sgd)
-        train = partial(_train, self._shipped, self._library, sgd)
-        parts = list(self._pool.map(train, _shares(jobs, self._processes)))
-        updates = [updates for updates, _ in parts]
-        states = [state for _, states in parts for state in states]
-        return np.concatenate([*updates, np.empty((0, self.length), FLOAT32)]), states
+    def _train(self, work: list[ClientWork], sgd: ClientSGD) -> TrainedClients:
+        if self._workers is None:
+            return self._trainer.train(work, sgd)
+        return self._workers.begin(work, sgd, len(work)).result()
 
     def evaluate(self, parameters: Vector) -> Quality:
         results = self.client_results(parameters)
@@ -172,13 +180,10 @@ class TorchWorkload:
         """A row for each judged client: its mean loss, then its mean of each metric."""
         owners = map(self._client_of, self.held_out.device.tolist())
         states = [self.device_states.get(owner, b"") for owner in owners]
-        examples = list(map(_Judged, self._held_out_examples, states))
+        examples = list(map(JudgedClient, self._held_out_examples, states))
         client = self.loaded.task.client
-        if self._pool is None or self._shipped is None:
-            return self._trainer.results(parameters, examples, client)
-        judge = partial(_results, self._shipped, self._library, parameters, client)
-        parts = self._pool.map(judge, _shares(examples, self._processes))
-        return np.concatenate(list(parts))
+        judge = self._trainer if self._workers is None else self._workers
+        return judge.results(parameters, examples, client)
 
     @cached_property
     def _held_out_examples(self) -> list[list[bytes]]:
@@ -204,108 +209,6 @@ class TorchWorkload:
         return seeds
 
 
-@dataclass(frozen=True, slots=True)
-class _Training:
-    """One client's work. Clients of one version share its array, also when they are sent."""
-
-    device: int
-    model: Vector
-    examples: list[bytes]
-    seed: int
-    state: bytes = b""
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    """What one client is judged on, and its personal tensors."""
-
-    examples: list[bytes]
-    state: bytes
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-
-class _Trainer:
-    """The engine of one process, rebuilt when a sweep changes how clients train."""
-
-    def __init__(self, loaded: LoadedTask, library: Library | None = None) -> None:
-        self._loaded = loaded
-        self._library = library
-        self._engine = TorchEngine(loaded)
-        self._sgd: ClientSGD | None = None
-
-    @property
-    def keeps_state(self) -> bool:
-        return self._engine.keeps_state
-
-    def train(self, jobs: Sequence[_Training], sgd: ClientSGD) -> tuple[Matrix, list[bytes]]:
-        """A row of each client's update, and the personal tensors of each."""
-        if sgd != self._sgd:
-            plain = structs.replace(
-                self._loaded.task, client=sgd, clip=None, privacy=None, secure_aggregation=None
-            )
-            self._engine = self._make(replace(self._loaded, task=plain))
-            self._sgd = sgd
-        if isinstance(self._engine, CompiledEngine) and self._engine.is_compiled:
-            with self._blaming((f"device {job.device}", job.examples) for job in jobs):
-                return self._engine.train_all(jobs), [b""] * len(jobs)
-        updates = np.empty((len(jobs), self._loaded.manifest.length), FLOAT32)
-        states = []
-        for row, job in zip(updates, jobs, strict=True):
-            self._engine.device_state = job.state
-            with self._blaming([(f"device {job.device}", job.examples)]):
-                update, _ = self._engine.train(job.model, job.examples, job.seed)
-            row[:] = np.frombuffer(update, FLOAT32)
-            states.append(self._engine.device_state)
-        return updates, states
-
-    def _make(self, loaded: LoadedTask) -> TorchEngine:
-        if self._library is None:
-            return TorchEngine(loaded)
-        return CompiledEngine(loaded, self._library)
-
-    def results(
-        self, parameters: Vector, clients: Sequence[_Judged], settings: ClientSGD
-    ) -> Floats:
-        """A row for each client: its mean loss, then its mean of each metric. With these settings,
-        whatever this process has trained with before, or has read in its copy of the file.
-        """
-        bounds = self._loaded.task.metric_bounds
-        found = np.empty((len(clients), 1 + len(bounds)))
-        trains = self._engine.task
-        self._engine.task = structs.replace(trains, client=settings)
-        try:
-            for row, client in enumerate(clients):
-                examples, self._engine.device_state = client.examples, client.state
-                with self._blaming([(f"judged client {row}", examples)]):
-                    sums = self._engine.evaluate(parameters, examples, len(examples))
-                share = summarize(np.frombuffer(sums, FLOAT32), metrics=bounds).all
-                found[row] = (share.loss, *share.metrics.values())
-        finally:
-            self._engine.task = trains
-        return found
-
-    @contextmanager
-    def _blaming(self, clients: Iterable[tuple[str, Sequence[bytes]]]) -> Iterator[None]:
-        """The owner's code failed: say where, and on which example if one alone is enough."""
-        try:
-            yield
-        except PapayaError:
-            raise
-        except Exception as error:
-            for whose, examples in clients:
-                for number, example in enumerate(examples):
-                    self._loaded.try_on([example], f"example {number} of {whose}")
-                self._loaded.try_on(examples, f"all {len(examples)} examples of {whose}")
-                if self._loaded.task.train is not None:
-                    raise self._loaded.loop_failed(error, f"examples of {whose}") from error
-            raise
-
-
 def _in_turn(owners: Sequence[int]) -> Iterator[list[int]]:
     """Rows in groups: those of one owner are in different groups, in order."""
     seen: Counter[int] = Counter()
@@ -314,43 +217,3 @@ def _in_turn(owners: Sequence[int]) -> Iterator[list[int]]:
         turns.setdefault(seen[owner], []).append(row)
         seen[owner] += 1
     yield from turns.values()
-
-
-def _shares(work: list[_Job], processes: int) -> list[list[_Job]]:
-    """Neighbours together, so that they come back in order, and about as many examples each."""
-    if not work:
-        return []
-    done = np.cumsum([len(job) for job in work])
-    count = min(len(work), processes * _SHARES_PER_PROCESS)
-    edges = np.searchsorted(done, done[-1] * np.arange(1, count) / count)
-    cuts = np.unique(np.concatenate([[0], edges, [len(work)]])).tolist()
-    return [work[first:last] for first, last in pairwise(cuts)]
-
-
-def _pool(processes: int, ray: str | None) -> ProcessPoolExecutor | RayPool | None:
-    if ray is not None:
-        return RayPool(ray)
-    spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(processes, spawn) if processes > 1 else None
-
-
-@cache
-def _own(shipped: ShippedTask, library: Library | None) -> _Trainer:
-    """The trainer of a worker process."""
-    return _Trainer(shipped.load(), library)
-
-
-def _train(
-    shipped: ShippedTask, library: Library | None, sgd: ClientSGD, jobs: list[_Training]
-) -> tuple[Matrix, list[bytes]]:
-    return _own(shipped, library).train(jobs, sgd)
-
-
-def _results(
-    shipped: ShippedTask,
-    library: Library | None,
-    parameters: Vector,
-    settings: ClientSGD,
-    clients: list[_Judged],
-) -> Floats:
-    return _own(shipped, library).results(parameters, clients, settings)
