@@ -2,8 +2,9 @@
 
 The order of members, their weights, their staleness and their start versions are the trace's, the
 sum and the step are those of `papaya.learning`: no rule of the protocol is written here again. The
-members of one version are trained in one batch, each from the version that it had downloaded; a
-version is forgotten when the last member that starts from it has trained. A trace that is still
+members of one version are trained in one batch, each from the version that it had downloaded, or by
+other processes as soon as that version is there (training_ahead.py). A version is forgotten when
+the last member that starts from it has trained. A trace that is still
 being recorded (followed_trace.py) does not tell which member that is: then versions are kept for as
 long as the maximum staleness allows.
 
@@ -14,8 +15,8 @@ run that diverges ends here with what it learnt until then.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from hashlib import sha256
 from typing import Any
 
@@ -69,7 +70,14 @@ from papaya.study.masked_words import (
 )
 from papaya.study.precision import RoundingError, measured_updates, rounding_errors
 from papaya.study.trace import Trace
-from papaya.study.workloads.base import KeepsDeviceStates, Matrix, Quality, Workload
+from papaya.study.training_ahead import TrainingAhead
+from papaya.study.workloads.base import (
+    BeginsTraining,
+    KeepsDeviceStates,
+    Matrix,
+    Quality,
+    Workload,
+)
 
 EVALUATIONS = 200
 NORMS_KEPT = 4096
@@ -219,17 +227,19 @@ def learn(
     target: float | None = None,
     evaluations: int = EVALUATIONS,
     until: int | None = None,
+    progress: Callable[[int, int], None] = lambda trained, judged: None,
     judged: Callable[[int, Vector], None] | None = None,
     checkpoints: Checkpoints | None = None,
-    resumed: Callable[[int, int], None] | None = None,
+    resumed: Callable[[int, int], None] = lambda trained, judged: None,
     rounding: bool = True,
 ) -> Curve:
     """Replay the trace, or until version `until`, or until `target` is reached and kept.
 
     Judged are version 0, the last, and `evaluations` versions in between; `judged` is called with
-    each of them. With `checkpoints`, learning continues after the version that was kept last:
+    each of them. `progress` is called with the numbers of clients that are trained and of versions
+    that are judged. With `checkpoints`, learning continues after the version that was kept last:
     `judged` is called with the last version that was judged before, and `resumed` with the numbers
-    of clients that were trained and of versions that were judged before.
+    before.
     """
     last = trace.versions if until is None else min(until, trace.versions)
     judging = Judging(workload, last, evaluations, target)
@@ -240,19 +250,21 @@ def learn(
         judging.restore(found.judging)
         if judged is not None and judging.parameters is not None:
             judged(judging.points[-1].version, judging.parameters)
-        if resumed is not None:
-            resumed(int(trace.until(found.version).first[found.version + 1]), len(judging.points))
-    with judging.until_diverged():
-        for version, parameters in learner.versions():
+        resumed(int(trace.until(found.version).first[found.version + 1]), len(judging.points))
+    with judging.until_diverged(), closing(learner.versions()) as versions:
+        for version, parameters in versions:
+            known = trace.until(version)
+            trained = int(known.first[version + 1])
+            progress(trained, len(judging.points))
             if version in due:
-                known = trace.until(version)
                 judging.judge(
                     parameters,
                     version=version,
                     seconds=float(known.created_s[version]),
-                    updates=int(known.first[version + 1]),
+                    updates=trained,
                     trips=int(known.trips[version]),
                 )
+                progress(trained, len(judging.points))
                 if judged is not None and judging.diverged is None:
                     judged(version, parameters)
             if judging.is_over:
@@ -290,25 +302,46 @@ class _Learner:
         self._models: dict[int, Vector] = {}
         self._version = -1
 
-    def versions(self) -> Iterator[tuple[int, Vector]]:
+    def versions(self) -> Generator[tuple[int, Vector], None, None]:
         """Those that were not yet made."""
         if self._version < 0:
             self._version, self._models = 0, {0: self._workload.initial(self._trace.seed)}
             yield 0, self._models[0]
         last_use = _last_use(self._trace, self._last) if isinstance(self._trace, Trace) else None
-        for version in range(self._version + 1, self._last + 1):
-            trace = self._trace.until(version)
-            updates = _train(trace, self._workload, self._rates, self._models, version)
-            if version == 1 and self._is_rounding_wanted:
-                self._measure_rounding(trace, updates)
-            step = _step(trace, self._task, version, updates, self.norms)
-            parameters, self._state = self._optimizer.step(
-                self._models[version - 1], step, self._state
-            )
-            self._version, self._models[version] = version, parameters
-            for old in self._unused(version, last_use):
-                self._models.pop(old, None)
-            yield version, parameters
+        ahead = self._training_ahead()
+        try:
+            for version in range(self._version + 1, self._last + 1):
+                trace = self._trace.until(version)
+                updates = self._updates(trace, version, ahead)
+                if version == 1 and self._is_rounding_wanted:
+                    self._measure_rounding(trace, updates)
+                step = _step(trace, self._task, version, updates, self.norms)
+                parameters, self._state = self._optimizer.step(
+                    self._models[version - 1], step, self._state
+                )
+                self._version, self._models[version] = version, parameters
+                for old in self._unused(version, last_use):
+                    self._models.pop(old, None)
+                yield version, parameters
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+
+    def _training_ahead(self) -> TrainingAhead | None:
+        workload = self._workload
+        if not isinstance(workload, BeginsTraining) or not workload.workers:
+            return None
+        return TrainingAhead(workload, self._rates.client, self._last, self._trace.task.concurrency)
+
+    def _updates(self, trace: Trace, version: int, ahead: TrainingAhead | None) -> Matrix:
+        """Those of the version's members."""
+        if ahead is not None:
+            ahead.begin(trace, self._models, version - 1)
+            return ahead.updates(trace, version)
+        members = trace.members(version)
+        starts, index = np.unique(trace.start[members], return_inverse=True)
+        chosen = [self._models[start] for start in starts.tolist()]
+        return self._workload.train(chosen, index, trace.clients.take(members), self._rates.client)
 
     def _measure_rounding(self, trace: Trace, updates: Matrix) -> None:
         """Of the first updates of version 1."""
@@ -349,15 +382,6 @@ class _Learner:
             version: np.frombuffer(model, FLOAT32).copy() for version, model in found.models.items()
         }
         self._state = self._optimizer.decode_state(found.optimizer, self._workload.length)
-
-
-def _train(
-    trace: Trace, workload: Workload, rates: Rates, models: dict[int, Vector], version: int
-) -> Matrix:
-    members = trace.members(version)
-    starts, index = np.unique(trace.start[members], return_inverse=True)
-    chosen = [models[start] for start in starts.tolist()]
-    return workload.train(chosen, index, trace.clients.take(members), rates.client)
 
 
 def _step(

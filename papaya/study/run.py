@@ -13,7 +13,7 @@ would take a twentieth of a second of its device's time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,11 +22,9 @@ from msgspec import Struct, structs
 from papaya.config import Aggregation, Staleness, StopRule, TaskConfig, Weighting
 from papaya.config.checks import require
 from papaya.errors import InvariantError, OperatorError
-from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Vector
 from papaya.messages.selection import Capabilities
 from papaya.sim.cluster import ClusterConfig, DeviceKind
-from papaya.sim.draws import Ints
 from papaya.sim.population import PopulationConfig
 from papaya.sim.report import RunReport
 from papaya.study.checkpoint import Checkpoints
@@ -36,14 +34,7 @@ from papaya.study.identity import digest
 from papaya.study.precision import Norms, Precision, norms_of, precision
 from papaya.study.replay import Curve, Rates, learn
 from papaya.study.trace import MOST_HOURS, UNBOUNDED, Recorder, Trace, least_s, record
-from papaya.study.workloads.base import (
-    Clients,
-    KeepsDeviceStates,
-    Matrix,
-    Quality,
-    Workload,
-    at_or_above,
-)
+from papaya.study.workloads.base import Clients, Quality, Workload, at_or_above
 
 _TRACED_LENGTH: Final = 4
 _MAX_WARM_UP_S: Final = 600.0
@@ -293,22 +284,17 @@ def learn_run(
     known yet.
     """
     last_version = _last_version(run, trace)
-    watched = _Watched(workload, progress)
-
-    def resume(trained: int, judged: int) -> None:
-        watched.count_from(trained, judged)
-        resumed(trained, judged)
-
     curve = learn(
         trace if run.copies == 1 else _whole(trace).repeated(run.copies),
-        watched,
+        workload,
         run.rates,
         target=run.target,
         evaluations=run.evaluations,
         until=last_version,
+        progress=progress,
         judged=judged,
         checkpoints=checkpoints,
-        resumed=resume,
+        resumed=resumed,
         rounding=not run.curve_only,
     )
     if not curve.points:
@@ -355,46 +341,3 @@ def _result(
 def _judges(clients: Clients) -> Judges:
     levels = (0.0, 0.75, 0.99)
     return Judges(*(int(at_or_above(clients.examples, level).sum()) for level in levels))
-
-
-class _Watched:
-    """A workload that tells how many clients it has trained and how often it was judged."""
-
-    def __init__(self, workload: Workload, progress: Callable[[int, int], None]) -> None:
-        self.name = workload.name
-        self.length = workload.length
-        self._workload = workload
-        self._progress = progress
-        self._trained = 0
-        self._judged = 0
-
-    def count_from(self, trained: int, judged: int) -> None:
-        """Of a run that is resumed: what was done before."""
-        self._trained, self._judged = trained, judged
-
-    @property
-    def device_states(self) -> dict[int, bytes]:
-        workload = self._workload
-        return workload.device_states if isinstance(workload, KeepsDeviceStates) else {}
-
-    @device_states.setter
-    def device_states(self, states: dict[int, bytes]) -> None:
-        if isinstance(self._workload, KeepsDeviceStates):
-            self._workload.device_states = states
-
-    def initial(self, seed: int) -> Vector:
-        return self._workload.initial(seed)
-
-    def train(
-        self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD
-    ) -> Matrix:
-        updates = self._workload.train(models, start, clients, sgd)
-        self._trained += len(clients)
-        self._progress(self._trained, self._judged)
-        return updates
-
-    def evaluate(self, parameters: Vector) -> Quality:
-        quality = self._workload.evaluate(parameters)
-        self._judged += 1
-        self._progress(self._trained, self._judged)
-        return quality

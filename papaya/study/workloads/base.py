@@ -89,6 +89,33 @@ class Workload(Protocol):
         """How good a model is for the whole population."""
 
 
+class BegunTraining(Protocol):
+    """Clients that other processes train."""
+
+    def updates(self) -> Matrix:
+        """Row i is the update of client i. Waits for them, and raises what training raised."""
+
+    def cancel(self) -> None:
+        """Leave out what nobody trains yet."""
+
+
+@runtime_checkable
+class BeginsTraining(Protocol):
+    """A workload that other processes may train, while this one does something else."""
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def workers(self) -> int:
+        """How many such processes there are. Without any, only `train` can be used."""
+
+    def begin(
+        self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD, together: int
+    ) -> BegunTraining:
+        """As `train`, without waiting. `together`: how many clients, with these, are begun now."""
+
+
 @runtime_checkable
 class KeepsDeviceStates(Protocol):
     """A workload whose clients keep personal tensors: their states, by client."""
