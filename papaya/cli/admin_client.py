@@ -122,10 +122,23 @@ def client_for(options: ConnectionOptions) -> AdminClient:
     profile = load().chosen(options.profile, options.admin)
     if profile is None:
         url = options.admin or DEFAULT_URL
+        _parts(url)  # whoever mistypes it should not be asked for a token
         return AdminClient(url, given_token(options.token_file), authority_file(options.ca))
     authority = profile.authority if options.ca is None else authority_file(options.ca)
     token = given_token(options.token_file, profile.token)
     return AdminClient(profile.admin, token, authority)
+
+
+def _parts(url: str) -> tuple[bool, str, int | None]:
+    """Whether it is https, the host, and the port."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+        raise OperatorError(f"{url!r} is not an address", hint=f"--admin {DEFAULT_URL}")
+    return parts.scheme == "https", parts.hostname, port
 
 
 def authority_file(path: str | None) -> str:
@@ -152,17 +165,9 @@ class AdminClient:
 
     def __init__(self, url: str, token: str, authority: str = "") -> None:
         """`authority`: PEM certificates to trust; empty means the system's authorities."""
-        parts = urlsplit(url)
-        try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise OperatorError(f"{url!r} is not an address", hint=f"--admin {DEFAULT_URL}")
         self.url = url
         self._token = token
-        self._host, self._port = parts.hostname, port
-        self._is_secure = parts.scheme == "https"
+        self._is_secure, self._host, self._port = _parts(url)
         self._authority = authority
 
     def get(self, path: str, kind: type[T]) -> T:

@@ -240,9 +240,15 @@ def test_a_wrong_token_is_told_and_not_shown(
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8751", "ftp://x", "http://", "http://x:99999"])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
+def test_an_address_that_is_none_is_refused(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(OperatorError, match="is not an address"):
         AdminClient(url, TOKEN)
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)  # where there is no token
+    with pytest.raises(OperatorError, match="is not an address"):
+        papaya("status", "--admin", url)
 
 
 def test_another_service_on_the_port_is_noticed(server: AdminServer) -> None:
