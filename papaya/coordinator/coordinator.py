@@ -149,7 +149,7 @@ class Coordinator:
             self._config.heartbeat_s if is_leader else self._config.leader_read_s
         )
         self._tell_silent(now)
-        self.fleet.drop_silent_selectors(now)
+        self.fleet.forget_silent(now)
         self._drop_old_reports(now)
         effects += self._read()
         if self.acts(now):

@@ -14,10 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from random import Random
+from typing import Final
 
 from papaya.messages.base import Boot, NodeId, TaskId
 from papaya.messages.control import AggregatorReport, SelectorReport, TaskReport
 from papaya.messages.selection import DeviceClass
+
+_FORGET_S: Final = 86_400.0
 
 
 class PeerClock:
@@ -228,10 +231,17 @@ class Fleet:
         """For how long a server has not reported; silence counts from `listens_since`."""
         view = self.aggregators.get(node) or self.selectors.get(node)
         if view is None:
-            return self._dead_after_s  # a selector that was dropped
+            return self._dead_after_s  # it was forgotten
         return now - max(view.heard_at, self.listens_since)
 
-    def drop_silent_selectors(self, now: float) -> None:
+    def forget_silent(self, now: float) -> None:
+        """Forget dead selectors, and other servers after a day: their names may never come back."""
         for node in list(self.selectors):
             if self.silent_s(now, node) >= self._dead_after_s:
                 del self.selectors[node]
+        for node in list(self.aggregators):
+            if self.silent_s(now, node) >= _FORGET_S:
+                del self.aggregators[node]
+        for node, clock in list(self._clocks.items()):
+            if now - clock.heard_at >= _FORGET_S:
+                del self._clocks[node]

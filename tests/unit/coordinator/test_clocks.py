@@ -73,3 +73,17 @@ def test_a_new_boot_has_a_new_clock() -> None:
     office.aggregator("agg-1", at=office.now + 3600.0)
     office.aggregator("agg-1", boot=1)
     assert office.fence() == FenceRow(1, "agg-1", 1)
+
+
+def test_servers_that_have_been_silent_for_a_day_are_forgotten() -> None:
+    """An autoscaler gives each new pod a name of its own."""
+    office = a_served_office(a_task(), demand=4)
+    for number in range(3):
+        office.aggregator(f"pod-{number}")
+        office.selector(f"pod-{number}-sel", 1, at=office.now + LIMIT_S)
+    fleet, day_s = office.machine.fleet, 86_400.0
+    office.pass_s(day_s - H)
+    assert {"pod-0", "pod-1", "pod-2"} <= fleet.aggregators.keys()
+    office.aggregator("pod-0")
+    office.pass_s(2 * H)
+    assert fleet.aggregators.keys() == fleet._clocks.keys() == {"pod-0"}
