@@ -270,8 +270,9 @@ class BundleStore:
                     self._unnamed[head_key] = None
                 except PapayaError as error:
                     problems[head_key] = error
-                    if isinstance(error, BundleError):  # such as a lease that is over
-                        await asyncio.to_thread(self._forget_head, head_key)
+                    # Such as a lease that is over, or a blob that is gone.
+                    if isinstance(error, ProtocolError):
+                        await asyncio.to_thread(self._forget_heads, (head_key,))
         return problems
 
     async def fetch(
@@ -342,16 +343,23 @@ class BundleStore:
             return
         part = self._folder / "parts" / reference.sha256
         try:
-            try:
-                await asyncio.to_thread(self._make_room, needed, part, other)
-            except OperatorError:
-                if not self._drop_unnamed():
-                    raise
-                await asyncio.to_thread(self._make_room, needed, part, other)
+            # Nothing is deleted for a bundle on disk, which needs no room: the files of those that
+            # `load` has not looked at do not count as in use.
+            if not isinstance(source, _OnDisk):
+                await self._room_for_download(needed, part, other)
             await source.file(key, reference.size, part)
             await asyncio.to_thread(self._keep_blob, reference, part, what)
         except OSError as error:
             raise _unusable(self._folder, error) from error
+
+    async def _room_for_download(self, needed: int, part: Path, other: BlobRef | None) -> None:
+        """Make room for a download. Bundles that no server has named give way to it."""
+        try:
+            await asyncio.to_thread(self._make_room, needed, part, other)
+        except OperatorError:
+            if not await self._drop_unnamed():
+                raise
+            await asyncio.to_thread(self._make_room, needed, part, other)
 
     def _keep_blob(self, reference: BlobRef, part: Path, what: str) -> None:
         """Store a downloaded blob, if it is the one that the owner signed."""
@@ -376,10 +384,11 @@ class BundleStore:
         self._ready[head_key] = bundle
         self._runs[bundle.run] = None
 
-    def _drop_unnamed(self) -> bool:
-        """Stop using the bundles of tasks that may have ended. Are there any?"""
+    async def _drop_unnamed(self) -> bool:
+        """Stop using bundles of tasks that may have ended, also after a restart. Are there any?"""
         dropped, self._unnamed = self._unnamed, {}
         self._ready = {key: b for key, b in self._ready.items() if key not in dropped}
+        await asyncio.to_thread(self._forget_heads, dropped)
         return bool(dropped)
 
     def _heads(self) -> dict[BlobKey, bytes]:
@@ -393,9 +402,10 @@ class BundleStore:
                 *(manifest.owner, manifest.task, head_key, data),
             )
 
-    def _forget_head(self, head_key: BlobKey) -> None:
+    def _forget_heads(self, head_keys: Iterable[BlobKey]) -> None:
         with self._file.transaction():
-            self._file.change("DELETE FROM head WHERE key = ?", head_key)
+            for head_key in head_keys:
+                self._file.change("DELETE FROM head WHERE key = ?", head_key)
 
     def _keys_for(self, head: BundleHead) -> tuple[OwnerPolicy, OwnerKeys]:
         """The pinned owner for whom the key of this head signs."""

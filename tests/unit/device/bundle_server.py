@@ -110,3 +110,12 @@ def with_frozen(data: bytes = FROZEN, **changes: Any) -> TaskManifest:
 def offer_frozen(server: Server, manifest: TaskManifest, data: bytes = FROZEN) -> BlobKey:
     server.blobs[frozen_key(manifest)] = data
     return server.offer(manifest)
+
+
+def offered(server: Server, number: int, size: int = 900) -> BlobKey:
+    """The bundle of another task, with a program of its own. At 900 bytes two of them fit into a
+    cache of 4,500 bytes.
+    """
+    data = archive.pack({"task.py": bytes([65 + number]) * size})
+    program = BlobRef(archive.digest(data), len(data))
+    return server.offer(a_manifest(task=f"task-{number}", program=program), program=data)

@@ -13,7 +13,6 @@ import pytest
 from aiohttp import web
 from msgspec import structs
 
-from papaya.bundle import archive
 from papaya.bundle.manifest import BlobRef
 from papaya.device.bundles import Bundle, BundleStore
 from papaya.device.download import Downloads, DownloadsFrom
@@ -21,7 +20,6 @@ from papaya.device.selectors import open_session
 from papaya.errors import OperatorError, ProtocolError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.frozen_file import FrozenTensor, encode_frozen, map_frozen
-from papaya.messages.base import BlobKey
 from tests.unit.bundle.builders import ARCHIVE, NOW, a_manifest
 from tests.unit.device.bundle_server import (
     FROZEN,
@@ -30,6 +28,7 @@ from tests.unit.device.bundle_server import (
     anything,
     fetch,
     offer_frozen,
+    offered,
     refusal,
     with_frozen,
 )
@@ -163,13 +162,6 @@ def test_frozen_tensors_do_not_displace_the_program_of_their_bundle(
             fetch(store, server, key)
         store.close()
     assert sum("frozen" in asked for asked in server.asked) == 0, "it does not fit anyway"
-
-
-def offered(server: Server, number: int, size: int = 900) -> BlobKey:
-    """The bundle of another task, with a program of its own."""
-    data = archive.pack({"task.py": bytes([65 + number]) * size})
-    program = BlobRef(archive.digest(data), len(data))
-    return server.offer(a_manifest(task=f"task-{number}", program=program), program=data)
 
 
 def cached_bytes(folder: Path) -> int:

@@ -13,7 +13,7 @@ from msgspec import structs
 from papaya.bundle import archive
 from papaya.bundle.errors import BundleError
 from papaya.bundle.head import BundleHead
-from papaya.bundle.manifest import LEASE_S, BlobRef
+from papaya.bundle.manifest import LEASE_S
 from papaya.bundle.owner import KeyRevocation, key_id
 from papaya.device.bundles import Bundle, BundleStore
 from papaya.device.device import Device
@@ -34,6 +34,7 @@ from tests.unit.device.bundle_server import (
     anything,
     fetch,
     offer_frozen,
+    offered,
     run_of,
     with_frozen,
 )
@@ -182,12 +183,7 @@ def test_loaded_bundles_that_no_server_names_give_way_to_others(
     opened: Open, server: Server
 ) -> None:
     """Otherwise the tasks of last month would fill the cache of a device after every restart."""
-    keys = []
-    for number in range(3):
-        data = archive.pack({"task.py": bytes([65 + number]) * 900})
-        program = BlobRef(archive.digest(data), len(data))
-        manifest = a_manifest(task=f"task-{number}", program=program)
-        keys.append(server.offer(manifest, program=data))
+    keys = [offered(server, number) for number in range(3)]
     for key in keys[:2]:
         fetch(opened(), server, key)
     store = opened(max_bytes=4_500)
@@ -199,6 +195,43 @@ def test_loaded_bundles_that_no_server_names_give_way_to_others(
     assert kept is not None
     assert (kept.program / "task.py").exists(), "a device may train it"
     assert store.lacks(keys[1], NOW)
+
+
+def test_a_bundle_that_gave_way_is_not_loaded_at_the_next_start(
+    opened: Open, server: Server
+) -> None:
+    """It made room for itself, by deleting the bundles that had taken its place."""
+    ended, *used = (offered(server, number) for number in range(3))
+    for key in (ended, used[0]):
+        fetch(opened(), server, key)
+    store = opened(max_bytes=4_500)
+    assert load(store) == {}
+    store.named(used[0])
+    fetch(store, server, used[1])
+    server.asked.clear()
+    for _ in range(2):
+        store = opened(max_bytes=4_500)
+        problems = load(store)
+        assert [store.lacks(key, NOW) for key in (ended, *used)] == [True, False, False]
+        assert problems == {}
+        assert all(fetch(store, server, key).program.is_dir() for key in used)
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_bundle_that_is_missing_on_disk_takes_no_room_from_others(
+    opened: Open, server: Server, tmp_path: Path, missing: int
+) -> None:
+    keys = [offered(server, number) for number in range(2)]
+    programs = [fetch(opened(), server, key).program for key in keys]
+    (tmp_path / "bundles" / "blobs" / programs[missing].name).unlink()
+    server.asked.clear()
+    for problems in ({keys[missing]}, set()):
+        store = opened(max_bytes=4_500)
+        assert load(store).keys() == problems, "it is not tried at each start"
+        assert fetch(store, server, keys[1 - missing]).program == programs[1 - missing]
+        assert server.asked == []
+    assert fetch(opened(), server, keys[missing]).program == programs[missing]
 
 
 # -- visits ----------------------------------------------------------------------------------
