@@ -29,6 +29,7 @@ from papaya.client.work import (
     Finish,
     Moving,
     Remember,
+    RememberDeclined,
     Seal,
     Sealed,
     SendRequest,
@@ -387,9 +388,15 @@ class Client:
         for counted in self._counted:
             if counted.name != joined.task:
                 self.history.learn(joined.task, counted.name)
-        if not all(self.history.allows(now, *counted) for counted in self._counted):
+        declined = [
+            counted.name for counted in self._counted if not self.history.allows(now, *counted)
+        ]
+        if declined:
             detail = "this device has taken part too recently or too often"
-            return self._leave("gave_up", "declined", detail)
+            remembered = [
+                RememberDeclined(name, now) for name in declined if self.history.decline(now, name)
+            ]
+            return [*remembered, *self._leave("gave_up", "declined", detail)]
         self.stage = Stage.DOWNLOADING
         self._stage_ends = now + joined.training_timeout_s
         self._heartbeat_at = now + joined.heartbeat_s

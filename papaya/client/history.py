@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from papaya.messages.base import MAX_EXCLUDED, BlobKey, TaskId
 
 _EVALUATE = "/evaluate"  # a task id has no slash, the name of a group has
 _MAX_EVALUATIONS = MAX_EXCLUDED
-_ASK_AGAIN_S = 3600.0
 
 
 def evaluations_of(parameters: BlobKey) -> TaskId:
@@ -33,6 +33,8 @@ class Participated(Struct, frozen=True, gc=False):
     last_at: float
     gap_s: float
     limit: int | None
+    # When the device asked the server again and declined the join, if it did since `last_at`.
+    declined_at: float | None = None
 
 
 class History(Struct, gc=False):
@@ -41,10 +43,10 @@ class History(Struct, gc=False):
     `evaluations` maps tasks that count together to the name under which they are recorded: the
     evaluations of a program, the runs of an owner's task.
 
-    `ceiling_s`: so long after a participation, and then once per such a period, the task is not
-    excluded for an hour, whatever gap and limit its server sent. Otherwise one answer of a rogue
-    server would bar the device from the task forever. The gap and the limit that come with a join
-    always apply.
+    `ceiling_s`: so long after a participation the task is no longer excluded, whatever gap and
+    limit its server sent, until the device has joined it and declined. Then it is excluded for
+    another such period. Otherwise one answer of a rogue server would bar the device from the task
+    forever. The gap and the limit that come with a join always apply.
 
     `gc=False` because a simulated fleet has millions of these, and none can refer to itself.
     """
@@ -78,7 +80,7 @@ class History(Struct, gc=False):
         barred = {
             task: -entry.last_at
             for task, entry in self.entries.items()
-            if not self._asks_again(now - entry.last_at)
+            if not self._asks_again(now, entry)
             and not self.allows(now, task, entry.gap_s, entry.limit)
         }
         named = [(since, task) for task, since in barred.items() if "/" not in task]
@@ -89,9 +91,25 @@ class History(Struct, gc=False):
         ]
         return tuple(task for _, task in sorted(named)[:MAX_EXCLUDED])
 
-    def _asks_again(self, since_s: float) -> bool:
+    def _asks_again(self, now: float, entry: Participated) -> bool:
         """Is it time to ask the server for the gap and the limit that apply now?"""
-        return since_s >= self.ceiling_s and since_s % self.ceiling_s < _ASK_AGAIN_S
+        since = entry.last_at
+        # A time in the future comes from a wrong clock.
+        if entry.declined_at is not None and entry.declined_at <= now:
+            since = entry.declined_at
+        return now >= since + self.ceiling_s
+
+    def decline(self, now: float, task: TaskId) -> bool:
+        """`allows` has forbidden a join. Does this have to be stored?
+
+        Not if the server has assigned the device although the task is excluded: it could extend
+        the exclusion again and again.
+        """
+        entry = self.entries[task]
+        if not self._asks_again(now, entry):
+            return False
+        self.entries[task] = replace(entry, declined_at=now)
+        return True
 
     def record(self, now: float, task: TaskId, gap_s: float, limit: int | None) -> Participated:
         before = self.entries.get(task)

@@ -6,6 +6,7 @@ Download     get the parameters, from any cache         → Downloaded or WorkFa
 Train        train on local data                        → Trained or WorkFailed
 Seal         verify the offer and mask the update       → Sealed or WorkFailed
 Remember     write the participation history durably, before the next effect
+RememberDeclined     write durably when a join was declined, before the next effect
 DirectUploadFailed   tell the owner why the upload goes on through selectors
 Finish       the visit is over; the driver decides when to check in again
 """
@@ -135,6 +136,16 @@ class DirectUploadFailed(Effect, frozen=True):
 class Remember(Effect, frozen=True):
     task: TaskId
     participated: Participated
+
+
+class RememberDeclined(Effect, frozen=True):
+    """The device asked a server for its gap and limit again, and these forbid a participation.
+
+    If this cannot be written, the device asks again at its next visit.
+    """
+
+    task: TaskId
+    at: float
 
 
 class Finish(Effect, frozen=True):

@@ -43,6 +43,15 @@ CREATE TABLE IF NOT EXISTS participation (
     gap_s REAL NOT NULL,
     max_count INTEGER
 ) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS declined (
+    task TEXT PRIMARY KEY,
+    at REAL NOT NULL
+) STRICT, WITHOUT ROWID;
+"""
+# A participation makes an earlier declined join void. 0.4.0 does not know the second table.
+_SELECT = """
+SELECT participation.task, count, last_at, gap_s, max_count, at FROM participation
+LEFT JOIN declined ON declined.task = participation.task AND at > last_at
 """
 _FIRST = """
 INSERT OR IGNORE INTO participation (count, last_at, gap_s, max_count, task) VALUES (?, ?, ?, ?, ?)
@@ -174,9 +183,8 @@ class DeviceHistory:
 
     def load(self, floor_s: float, ceiling_s: float = math.inf) -> History:
         """The current history; both bounds are the device's own."""
-        select = "SELECT task, count, last_at, gap_s, max_count FROM participation"
         with self._file.transaction():
-            entries = {task: Participated(*entry) for task, *entry in self._file.rows(select)}
+            entries = {task: Participated(*entry) for task, *entry in self._file.rows(_SELECT)}
         return History(floor_s, entries, self._evaluations, ceiling_s)
 
     def remember(self, task: TaskId, participated: Participated) -> None:
@@ -193,3 +201,8 @@ class DeviceHistory:
                 f"another process used the history {self._file.path} for task {task}",
                 hint="run one process per device",
             )
+
+    def remember_declined(self, task: TaskId, at: float) -> None:
+        """Write durably that the device declined a join of the task at this time."""
+        with self._file.transaction():
+            self._file.change("INSERT OR REPLACE INTO declined (task, at) VALUES (?, ?)", task, at)

@@ -128,6 +128,9 @@ class _NoHistory:
     def remember(self, task: TaskId, participated: Participated) -> None:
         pass
 
+    def remember_declined(self, task: TaskId, at: float) -> None:
+        pass
+
 
 class LoadDevice:
     """One device, which remembers nothing between visits."""

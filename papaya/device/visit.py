@@ -30,6 +30,7 @@ from papaya.client.work import (
     Finish,
     Moving,
     Remember,
+    RememberDeclined,
     Seal,
     SendRequest,
     Stop,
@@ -75,6 +76,8 @@ class Participations(Protocol):
     """Where participations are recorded (`DeviceHistory` on a real device)."""
 
     def remember(self, task: TaskId, participated: Participated) -> None: ...
+
+    def remember_declined(self, task: TaskId, at: float) -> None: ...
 
 
 class Equipment(NamedTuple):
@@ -183,6 +186,8 @@ class DeviceVisit:
                 case Remember():
                     if not await self._remember(effect):
                         break
+                case RememberDeclined():
+                    await self._remember_declined(effect)
                 case DirectUploadFailed():
                     self._tell_of_reroute(effect)
                 case Finish():
@@ -462,6 +467,13 @@ class DeviceVisit:
             self._fail(error, "storage")
             return False
         return True
+
+    async def _remember_declined(self, effect: RememberDeclined) -> None:
+        history = self._equipment.history
+        try:
+            await asyncio.to_thread(history.remember_declined, effect.task, effect.at)
+        except PapayaError as error:  # the visit ends all the same
+            self.detail = in_words(error)
 
     async def _spend(self) -> None:
         account = self._equipment.account

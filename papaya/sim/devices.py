@@ -19,6 +19,7 @@ from papaya.client.work import (
     Downloaded,
     Finish,
     Remember,
+    RememberDeclined,
     Seal,
     SendRequest,
     Train,
@@ -220,7 +221,7 @@ class SimulatedDevice:
             done = WorkFailed("untrusted")
         self._engine.after(_SEAL_S, self.deliver, done)
 
-    def _remember(self, effect: Remember) -> None:
+    def _remember(self, effect: Remember | RememberDeclined) -> None:
         """Durable: the device keeps its history across visits."""
         self.cluster.keep_history(self.visit.device, self.machine.history)
 
@@ -238,6 +239,7 @@ _CARRY_OUT: dict[type, Callable[[SimulatedDevice, Any], None]] = {
     Train: SimulatedDevice._train,
     Seal: SimulatedDevice._seal,
     Remember: SimulatedDevice._remember,
+    RememberDeclined: SimulatedDevice._remember,
     DirectUploadFailed: SimulatedDevice._direct_upload_failed,
     Finish: SimulatedDevice._finish,
 }

@@ -7,16 +7,18 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from papaya.client.client import Stage
 from papaya.client.history import History, Participated
-from papaya.client.work import Finish, Remember, SendRequest
+from papaya.client.work import Finish, Remember, RememberDeclined, SendRequest
 from papaya.messages.base import MAX_EXCLUDED
 from papaya.messages.participation import Joined, Leave
 from papaya.messages.selection import CheckIn
 from tests.unit.client.builders import ASSIGNED, START, Phone, joined
 
 FLOOR_S = 100.0
+DAY_S = 86400.0
 
 
 def after_one(gap_s: float, limit: int | None = None, floor_s: float = FLOOR_S) -> History:
@@ -138,24 +140,53 @@ def test_no_more_tasks_are_named_than_a_check_in_may_carry() -> None:
 def test_no_server_bars_a_device_for_longer_than_its_own_ceiling(
     gap_s: float, limit: int | None
 ) -> None:
-    """It asks again for an hour of each period: a task that still refuses it costs few slots."""
-    day_s = 86400.0
-    history = History(0.0, ceiling_s=30 * day_s)
+    """However late it checks in: many devices are online only at the same few hours of a day."""
+    history = History(0.0, ceiling_s=30 * DAY_S)
     history.record(0.0, "next-word", gap_s, limit)
-    for period in (1, 2):
-        assert history.excluded(30 * day_s * period - 1) == ("next-word",)
-        assert history.excluded(30 * day_s * period) == ()
-        assert history.excluded(30 * day_s * period + 3600) == ("next-word",)
+    assert history.excluded(30 * DAY_S - 1) == ("next-word",)
+    for late_s in (0.0, 3600.0, 16 * 3600.0, 29.9 * DAY_S, 400 * DAY_S):
+        assert history.excluded(30 * DAY_S + late_s) == ()
+
+
+def test_a_task_that_still_refuses_the_device_is_asked_once_per_period() -> None:
+    history = History(0.0, ceiling_s=30 * DAY_S)
+    history.record(0.0, "next-word", 1e300, None)
+    for declined_at in (37 * DAY_S, 67 * DAY_S, 200 * DAY_S):
+        assert history.excluded(declined_at) == ()
+        assert history.decline(declined_at, "next-word")
+        assert history.excluded(declined_at) == ("next-word",)
+        assert history.excluded(declined_at + 30 * DAY_S - 1) == ("next-word",)
+    history.record(230 * DAY_S, "next-word", 0.0, None)
+    assert history.entries["next-word"] == Participated(2, 230 * DAY_S, 0.0, None)
+
+
+def test_a_task_that_is_excluded_anyway_is_not_excluded_for_longer() -> None:
+    """A rogue server may assign the device to it all the same, every day."""
+    history = History(0.0, ceiling_s=30 * DAY_S)
+    history.record(0.0, "next-word", 1e300, None)
+    assert not history.decline(29 * DAY_S, "next-word")
+    assert history.excluded(30 * DAY_S) == ()
+    assert history.decline(30 * DAY_S, "next-word")
+    assert not history.decline(59 * DAY_S, "next-word")
+    assert history.excluded(60 * DAY_S) == ()
+
+
+def test_a_clock_that_was_ahead_when_the_device_declined_does_not_exclude_the_task() -> None:
+    history = History(0.0, ceiling_s=30 * DAY_S)
+    history.record(0.0, "next-word", 1e300, None)
+    assert history.decline(4000 * DAY_S, "next-word")
+    assert history.excluded(31 * DAY_S) == ()
+    assert history.decline(31 * DAY_S, "next-word")
+    assert history.excluded(31 * DAY_S) == ("next-word",)
 
 
 def test_the_gap_and_the_limit_of_a_join_always_apply() -> None:
     """A gap is a privacy rule: a device must not shorten a gap of 90 days to its own 30."""
-    day_s = 86400.0
-    history = History(0.0, ceiling_s=30 * day_s)
-    history.record(0.0, "next-word", 90 * day_s, 1)
-    assert not history.allows(31 * day_s, "next-word", 90 * day_s, None)
-    assert not history.allows(31 * day_s, "next-word", 0.0, 1)
-    assert history.allows(31 * day_s, "next-word", 0.0, None)
+    history = History(0.0, ceiling_s=30 * DAY_S)
+    history.record(0.0, "next-word", 90 * DAY_S, 1)
+    assert not history.allows(31 * DAY_S, "next-word", 90 * DAY_S, None)
+    assert not history.allows(31 * DAY_S, "next-word", 0.0, 1)
+    assert history.allows(31 * DAY_S, "next-word", 0.0, None)
 
 
 # --- In a session
@@ -194,6 +225,27 @@ def test_a_client_that_joined_against_the_rule_leaves_at_once(
     assert leave.message.reason == finish.reason == "declined"
     assert "taken part" in finish.detail
     assert phone.stage is Stage.OVER
+
+
+@pytest.mark.parametrize("changes", [{"participation_gap_s": 1e300}, {"max_participations": 1}])
+def test_a_client_that_asked_again_remembers_before_it_leaves_that_it_declined(
+    changes: dict[str, float],
+) -> None:
+    """Otherwise it would take a slot of the task at each visit."""
+    entry = Participated(1, START - 31 * DAY_S, 1e300, 1)
+    history = History(FLOOR_S, {"next-word": entry}, ceiling_s=30 * DAY_S)
+    phone = Phone(history=history)
+    phone.start()
+    assert isinstance(phone.asked.message, CheckIn)
+    assert phone.asked.message.excluded == ()
+    phone.answer(ASSIGNED)
+    remember, leave, finish = phone.answer(joined(**changes))
+    assert remember == RememberDeclined("next-word", START)
+    assert isinstance(leave, SendRequest)
+    assert isinstance(leave.message, Leave)
+    assert isinstance(finish, Finish)
+    assert finish.reason == "declined"
+    assert history.excluded(START) == ("next-word",)
 
 
 def test_a_client_whose_time_has_come_again_takes_part() -> None:
@@ -286,6 +338,15 @@ def test_evaluations_that_a_device_met_are_named_while_they_are_ruled_out() -> N
         f"{long[:40]}-eval-7",
     ]
     assert history.excluded(START + FLOOR_S) == ("next-word",)
+
+
+def test_a_declined_evaluation_excludes_those_that_the_device_met() -> None:
+    history = History(FLOOR_S, ceiling_s=30 * DAY_S)
+    history.record(START - 31 * DAY_S, "next-word/evaluate", 1e300, None)
+    offer = structs.replace(evaluates(1), participation_gap_s=1e300)
+    phone = visit(history, START, offer)
+    assert RememberDeclined("next-word/evaluate", START) in phone.effects
+    assert history.excluded(START) == ("next-word-eval-1",)
 
 
 def test_no_more_evaluations_are_known_than_a_check_in_may_carry() -> None:

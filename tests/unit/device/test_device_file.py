@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from papaya.client.history import History, Participated
 from papaya.device.device_file import DeviceFile, DeviceHistory
@@ -35,6 +36,47 @@ def test_what_is_remembered_survives_a_restart(tmp_path: Path) -> None:
     assert not loaded.allows(5599.0, "a", 0.0, None)
     assert loaded.allows(5600.0, "a", 0.0, None)
     assert not loaded.allows(5600.0, "a", 0.0, 2)
+
+
+def test_a_declined_join_survives_a_restart_and_ends_with_the_next_participation(
+    tmp_path: Path,
+) -> None:
+    path, entry = tmp_path / "device.db", Participated(1, 1000.0, 1e300, None)
+    with DeviceHistory(path) as history:
+        history.remember("a", entry)
+        history.remember("b", entry)
+        history.remember_declined("a", 2000.0)
+        history.remember_declined("a", 3000.0)
+    with DeviceHistory(path) as history:
+        loaded = history.load(0.0, ceiling_s=500.0)
+        assert loaded.entries == {"a": structs.replace(entry, declined_at=3000.0), "b": entry}
+        assert loaded.excluded(3499.0) == ("a",)
+        assert loaded.excluded(3500.0) == ()
+        next_one = loaded.record(3500.0, "a", 60.0, None)
+        history.remember("a", next_one)
+        assert history.load(0.0).entries["a"] == next_one == Participated(2, 3500.0, 60.0, None)
+
+
+def test_a_history_of_0_4_0_is_loaded(tmp_path: Path) -> None:
+    """It knew no declined joins."""
+    path = tmp_path / "device.db"
+    with closing(sqlite3.connect(path)) as database:
+        database.execute(
+            "CREATE TABLE participation (task TEXT PRIMARY KEY, count INTEGER NOT NULL, "
+            "last_at REAL NOT NULL, gap_s REAL NOT NULL, max_count INTEGER) STRICT, WITHOUT ROWID"
+        )
+        database.execute("INSERT INTO participation VALUES ('a', 2, 2000.0, 60.0, 5)")
+        database.commit()
+    with DeviceHistory(path) as history:
+        assert history.load(0.0).entries == {"a": SECOND}
+        history.remember_declined("a", 3000.0)
+    with closing(sqlite3.connect(path)) as database:  # as 0.4.0 reads and writes it
+        [row] = database.execute("SELECT * FROM participation").fetchall()
+        assert row == ("a", 2, 2000.0, 60.0, 5)
+        database.execute("UPDATE participation SET count = 3, last_at = 4000.0")
+        database.commit()
+    with DeviceHistory(path) as history:
+        assert history.load(0.0).entries == {"a": Participated(3, 4000.0, 60.0, 5)}
 
 
 def test_it_is_written_with_the_greatest_care(tmp_path: Path) -> None:
@@ -113,9 +155,10 @@ def test_it_shares_its_file_with_the_examples(tmp_path: Path) -> None:
     ):
         store.add("a", [b"SECRET" * 1000], 0.0)
         history.remember("a", FIRST)
+        full = path.stat().st_size
         store.drop("a")
         assert b"SECRET" not in path.read_bytes()
-        assert path.stat().st_size < 40_000
+        assert path.stat().st_size < full
         assert history.load(0.0).excluded(1001.0) == ("a",)
 
 

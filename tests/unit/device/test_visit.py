@@ -169,6 +169,61 @@ def test_a_history_that_cannot_be_written_lets_nothing_out(tmp_path: Path) -> No
     asyncio.run(scenario())
 
 
+def test_a_device_asks_a_task_again_until_it_has_declined_it(tmp_path: Path) -> None:
+    """A rogue server cannot bar it for good, and it does not take a slot at each visit."""
+    path, month_s, excluded = tmp_path / "device.db", 30 * 86400.0, []
+
+    async def scenario() -> None:
+        clock = Clock()
+        async with serving() as fake:
+
+            async def visit() -> str:
+                async with process(now=clock) as host:
+                    with device(host, fake.url, store=path) as phone:
+                        finish = await phone.visit()
+                asked = [m for m in fake.messages if isinstance(m, CheckIn)]
+                excluded.append(asked[-1].excluded)
+                return finish.reason or finish.ending
+
+            fake.joined = joined(participation_gap_s=1e300)
+            assert await visit() == "counted"
+            clock.pass_(month_s + 60_000.0)  # not at the same time of day
+            assert [await visit() for _ in range(2)] == ["declined", "declined"]
+            clock.pass_(month_s)
+            fake.joined = joined()
+            assert await visit() == "counted"
+
+    asyncio.run(scenario())
+    # The fake assigns the task all the same.
+    assert excluded == [(), (), ("next-word",), ()]
+
+
+def test_a_declined_join_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    path, events = tmp_path / "device.db", list[Event]()
+
+    async def break_it(request: web.Request) -> web.StreamResponse:
+        with closing(sqlite3.connect(path)) as database:
+            database.execute("DROP TABLE declined")
+            database.commit()
+        return await answer(joined(participation_gap_s=1e300))(request)
+
+    async def scenario() -> None:
+        clock = Clock()
+        async with serving() as fake, process(now=clock) as host:
+            with device(host, fake.url, store=path, notify=events.append) as phone:
+                fake.joined = joined(participation_gap_s=1e300)
+                await phone.visit()
+                clock.pass_(31 * 86400.0)
+                fake.replace["join"] = break_it
+                finish = await phone.visit()
+        assert (finish.ending, finish.reason) == ("gave_up", "declined")
+        assert fake.seen[-1] == "leave"
+
+    asyncio.run(scenario())
+    assert isinstance(events[-1], VisitEnded)
+    assert "cannot use the device's file" in events[-1].detail
+
+
 def test_another_process_of_the_same_device_is_noticed_before_the_upload(tmp_path: Path) -> None:
     """Both read an empty history; the one that records second sends nothing."""
 
