@@ -14,6 +14,7 @@ from typing import Final
 
 BUFFER_BYTES: Final = 4 << 20  # an unmask is large: fewer, longer calls
 _BACKLOG: Final = 128  # while a sum is computed, nobody is admitted
+_PROBE_S: Final = 1.0
 
 
 def listen(address: str) -> socket.socket:
@@ -91,13 +92,17 @@ def _bind_file(listener: socket.socket, path: str) -> None:
 
 
 def remove_left_over(path: str) -> None:
-    """Removes the socket of a process that is gone; leaves one that answers, and other files."""
+    """Removes the socket of a process that is gone; leaves one that answers, and other files.
+
+    A stopped process accepts nobody: once its backlog is full, a connect without a timeout blocks.
+    """
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(_PROBE_S)
             probe.connect(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, TimeoutError, BlockingIOError):  # the last one: its backlog is full
         return
     except ConnectionRefusedError:
         os.unlink(path)

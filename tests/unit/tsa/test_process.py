@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -179,6 +180,21 @@ def test_the_socket_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     endpoint.listen(where).close()  # leaves its file, as a killed process does
     with running(where) as again, TsaClient(again, CLUSTER) as client:
         assert client.register(TASK)
+        with pytest.raises(OSError, match="in use"):
+            endpoint.listen(where)
+
+
+def test_the_socket_of_a_process_that_accepts_nobody_is_left_to_it(tmp_path: Path) -> None:
+    """A stopped process keeps its socket. A blocking connect to a full backlog has no end."""
+    where = f"unix:{tmp_path}/tsa"
+    with endpoint.listen(where), ExitStack() as crowd:
+        with suppress(BlockingIOError):
+            while True:
+                visitor = crowd.enter_context(socket.socket(socket.AF_UNIX))
+                visitor.setblocking(False)
+                visitor.connect(f"{tmp_path}/tsa")
+        endpoint.remove_left_over(f"{tmp_path}/tsa")
+        assert (tmp_path / "tsa").exists()
         with pytest.raises(OSError, match="in use"):
             endpoint.listen(where)
 
