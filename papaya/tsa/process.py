@@ -2,9 +2,10 @@
 
 The loop behind `papaya serve tsa`. When nobody has asked anything for a moment it sums waiting
 seeds, so that a release finds its sum ready. A connection is not read while its answer is being
-sent, so a peer that does not read costs one answer of memory, which is a view of the sum. A
+sent, so a peer that does not read costs one answer of memory, which is a view of the sum. Nor is it
+read while requests of it wait: each connection gets a few answers per turn of the loop. A
 connection that announces too long a request is closed; one too many closes the connection that was
-silent longest, among those that have not authenticated if these are too many. No peer can end the
+silent longest or, if too many have not authenticated, the first of these. No peer can end the
 process, nor can a lack of memory: only the `stop` socket can. It logs nothing and writes nothing.
 """
 
@@ -24,6 +25,8 @@ from papaya.tsa.tsa import TSA, TsaLimits
 
 MAX_CONNECTIONS: Final = 64
 MAX_STRANGERS: Final = 16  # of them; connections that have not proved a key
+REQUESTS_PER_TURN: Final = 4  # of one connection, before the others are served
+ADMISSIONS_PER_TURN: Final = 4  # few: each may close a stranger that is about to authenticate
 _READ_BYTES: Final = 1 << 16
 _QUIET_S: Final = 0.005  # seeds that come close together are summed together
 _LONGEST_WAIT_S: Final = 0.05  # when it is never quiet
@@ -57,12 +60,15 @@ class _Connection:
     def __init__(self, stream: socket.socket, session: TsaSession) -> None:
         self.stream = stream
         self.session = session
+        self.is_behind = False  # it had its answers of this turn, and there may be more requests
         self._received = bytearray()
         self._sending: list[memoryview] = []
 
     @property
     def events(self) -> int:
-        return selectors.EVENT_WRITE if self._sending else selectors.EVENT_READ
+        """Whoever is behind has its next turn as soon as an answer can be sent."""
+        waits = self._sending or self.is_behind
+        return selectors.EVENT_WRITE if waits else selectors.EVENT_READ
 
     def receive(self) -> None:
         """Raises OSError when the peer is gone or announces too much."""
@@ -148,11 +154,15 @@ class Process:
             return False
 
     def _admit(self) -> None:
-        try:
-            stream, _ = self._listener.accept()
-        except OSError:  # it went away again, or there are no file descriptors left
-            return
-        self._make_room()
+        for _ in range(ADMISSIONS_PER_TURN):
+            try:
+                stream = self._listener.accept()[0]
+            except OSError:  # no more, it went away again, or no file descriptors are left
+                return
+            self._make_room()
+            self._add(stream)
+
+    def _add(self, stream: socket.socket) -> None:
         try:
             stream.setblocking(False)
             endpoint.tune(stream)
@@ -164,10 +174,11 @@ class Process:
         self._connections[stream] = connection
 
     def _make_room(self) -> None:
-        """Closes the stranger that was silent longest, if there are too many strangers.
+        """Closes the stranger that came first, if there are too many strangers.
 
         A stranger has not proved the key of a cluster. Whoever has is closed only for the sake of
-        another one: otherwise every local user could cut off the servers.
+        another one: otherwise every local user could cut off the servers. A server proves its key
+        soon after it connects; others could talk all the time, so this does not count.
         """
         strangers = [c for c in self._connections.values() if not c.session.is_authenticated]
         if len(strangers) >= MAX_STRANGERS:
@@ -176,21 +187,29 @@ class Process:
             self._close(next(iter(self._connections.values())))
 
     def _serve(self, connection: _Connection, events: int) -> None:
-        # Whoever was heard last goes to the end of the line, and is closed last.
-        self._connections[connection.stream] = self._connections.pop(connection.stream)
         try:
             if events & selectors.EVENT_WRITE:
                 connection.flush()
             else:
                 connection.receive()
-            while (request := connection.next_request()) is not None:
-                connection.send(connection.session.answer(request, self._clock()))
+            self._answer(connection)
         except BlockingIOError:
             return
         except (OSError, MemoryError):
             self._close(connection)
             return
+        if connection.session.is_authenticated:
+            # Whoever was heard last goes to the end of the line, and is closed last.
+            self._connections[connection.stream] = self._connections.pop(connection.stream)
         self._selector.modify(connection.stream, connection.events, connection)
+
+    def _answer(self, connection: _Connection) -> None:
+        for _ in range(REQUESTS_PER_TURN):
+            request = connection.next_request()
+            connection.is_behind = request is not None
+            if request is None:
+                return
+            connection.send(connection.session.answer(request, self._clock()))
 
     def _close(self, connection: _Connection) -> None:
         self._selector.unregister(connection.stream)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from contextlib import ExitStack, suppress
+from threading import Event
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -13,12 +15,19 @@ from hypothesis import strategies as st
 from papaya.tsa import endpoint, wire
 from papaya.tsa.client import TsaClient
 from papaya.tsa.errors import RefusalReason, TsaRefused, Unavailable
-from papaya.tsa.process import MAX_CONNECTIONS, MAX_STRANGERS
-from papaya.tsa.service import NOT_PROVED, TsaService
-from tests.unit.secagg.builders import NOW, Deployment, a_task, with_byte_changed
+from papaya.tsa.process import (
+    ADMISSIONS_PER_TURN,
+    MAX_CONNECTIONS,
+    MAX_STRANGERS,
+    REQUESTS_PER_TURN,
+)
+from papaya.tsa.service import NOT_PROVED, ReplyParts, TsaService, TsaSession
+from papaya.tsa.tsa import TSA
+from tests.unit.secagg.builders import NOW, Deployment, a_task, entropy, with_byte_changed
 from tests.unit.tsa.running import CLUSTER, authenticated, received, running, serving
 
 DONE = wire.frame(wire.DONE)
+PATIENCE_S = 60.0
 
 
 @given(st.binary(max_size=300))
@@ -179,6 +188,78 @@ def test_requests_that_come_together_are_answered_in_order() -> None:
         assert received(peer, len(expected)) == expected
         assert received(peer, 70)[4:6] == bytes((wire.DONE, wire.VERSION))
         assert received(peer, len(expected)) == expected
+
+
+class Watched(TsaService):
+    """`answered` has the number of the connection of each request. All wait for `may_go_on`."""
+
+    def __init__(self) -> None:
+        super().__init__(TSA(entropy("TSA")))
+        self.answered: list[int] = []
+        self.sessions = 0
+        self.may_go_on = Event()
+
+    def session(self) -> TsaSession:
+        self.sessions += 1
+        return WatchedSession(self, self.sessions)
+
+
+class WatchedSession(TsaSession):
+    def __init__(self, watched: Watched, number: int) -> None:
+        super().__init__(watched, bytes(wire.CHALLENGE_BYTES))
+        self._watched = watched
+        self._number = number
+
+    def answer(self, request: bytes, now: float) -> ReplyParts:
+        assert self._watched.may_go_on.wait(PATIENCE_S)
+        self._watched.answered.append(self._number)
+        return super().answer(request, now)
+
+
+def test_strangers_with_many_requests_hold_up_nobody() -> None:
+    """Before, each got some 650 answers in a turn of the loop, and one connection was accepted."""
+    service, public = Watched(), CLUSTER.public_key().public_bytes_raw()
+    flood = 600 * wire.authenticate_request(public, bytes(64))
+    refusal = wire.encode_refusal(TsaRefused(RefusalReason.NOT_AUTHENTICATED, NOT_PROVED))
+    with running(service=service) as where, ExitStack() as stack:
+        crowd: list[socket.socket] = []
+        for _ in range(MAX_STRANGERS - 1):
+            crowd.append(stack.enter_context(endpoint.connect(where, PATIENCE_S)))
+            crowd[-1].sendall(flood)
+        newcomer = stack.enter_context(endpoint.connect(where, PATIENCE_S))
+        newcomer.sendall(wire.identity_request())
+        service.may_go_on.set()
+        assert received(newcomer, 70)[4] == wire.DONE
+        before = service.answered[: service.answered.index(MAX_STRANGERS)]
+        # It is answered in the turn after the one that accepts it.
+        turns = 2 + MAX_STRANGERS // ADMISSIONS_PER_TURN
+        assert max(Counter(before).values()) <= turns * REQUESTS_PER_TURN
+        for stranger in crowd:
+            assert received(stranger, 600 * len(refusal)) == 600 * refusal
+
+
+def test_strangers_who_talk_do_not_cut_off_one_who_is_about_to_authenticate() -> None:
+    """Before, the stranger that was silent longest was closed. Aggregators need a moment to sign,
+    and strangers do not.
+    """
+
+    def identity(peer: socket.socket) -> bytes:
+        peer.sendall(wire.identity_request())
+        return received(peer, 70)[6:]
+
+    with running() as where, ExitStack() as stack:
+        peers = [
+            stack.enter_context(endpoint.connect(where, PATIENCE_S)) for _ in range(MAX_STRANGERS)
+        ]
+        *crowd, newcomer = peers
+        theirs = identity(newcomer)
+        for stranger in crowd:
+            identity(stranger)
+        identity(stack.enter_context(endpoint.connect(where, PATIENCE_S)))  # one too many
+        proof = CLUSTER.sign(wire.proof_of(theirs[:32], theirs[32:]))
+        newcomer.sendall(wire.authenticate_request(CLUSTER.public_key().public_bytes_raw(), proof))
+        assert received(newcomer, len(DONE)) == DONE
+        assert crowd[0].recv(1) == b""
 
 
 def test_a_crowd_of_silent_strangers_keeps_nobody_out() -> None:

@@ -26,9 +26,10 @@ def running(
     address: str | None = None,
     evidence: MakeEvidence | None = None,
     tsa: TSA | None = None,
+    service: TsaService | None = None,
 ) -> Iterator[str]:
     """Yields the address; on leaving, the loop must end by itself."""
-    service = TsaService(tsa or TSA(entropy("TSA")), evidence)
+    service = service or TsaService(tsa or TSA(entropy("TSA")), evidence)
     stop, wake = socket.socketpair()
     with tempfile.TemporaryDirectory() as folder, stop, wake:
         where = address or f"unix:{Path(folder) / 'tsa'}"
