@@ -346,7 +346,8 @@ class Workers:
         with self._lock:
             self._is_stopped = True
             self._notify_all()
-        self._offers.shutdown(wait=True, cancel_futures=True)
+        # On a thread: a call to the TSA may need the loop before it ends.
+        await asyncio.to_thread(self._offers.shutdown, wait=True, cancel_futures=True)
         for thread in self._threads:
             thread.join()  # returns at once: `_is_stopped` ends the thread
 

@@ -17,6 +17,7 @@ from papaya.aggregator.work import (
     Drop,
     Fold,
     Folded,
+    GetOffers,
     Lost,
     Restore,
     Restored,
@@ -321,3 +322,26 @@ def test_tasks_in_the_clear_never_wait_for_the_tsa() -> None:
         await driver.until(Folded, 4)
 
     run(test, blobs, threads=1, tsa=cast(Tsa, tsa))
+
+
+def test_the_loop_goes_on_while_the_workers_wait_for_the_last_offers() -> None:
+    """A call to the TSA asks the loop which TSA serves the task."""
+    is_asked, may_answer, answered = Event(), Event(), []
+
+    class AskingTsa:
+        def offers(self, parameters: object, count: int) -> None:
+            is_asked.set()
+            answered.append(may_answer.wait(PATIENCE_S))
+            raise TsaError(UNREACHABLE, "no answer")
+
+    async def test(driver: Driver) -> None:
+        driver.workers.perform(GetOffers(SECURE, 1, 1))
+        assert await asyncio.to_thread(is_asked.wait, PATIENCE_S)
+        closing = asyncio.create_task(driver.workers.close())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        may_answer.set()
+        await closing
+
+    run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, AskingTsa()))
+    assert answered == [True]
