@@ -195,6 +195,8 @@ class Server:
 
     async def stop(self) -> None:
         """Take no new devices, hand the tasks over, answer everybody, then close everything."""
+        if self._tsas is not None:
+            self._tsas.stop()
         await self._drain()
         for hook in self._hooks:
             listeners.remove(hook.offer)

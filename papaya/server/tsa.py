@@ -8,7 +8,8 @@ then one of them is let through, until the TSA answers again.
 The child process is started when a task first needs it. It outlives a server that is killed, so
 that the next server finds its open groups; a server that stops cleanly ends it, and its contents
 are lost and counted. Aggregators with one data folder share the child: each holds a lock while it
-uses it, and the last one to stop ends it. Calls block, so make them on threads.
+uses it, and the last one to stop ends it. A child that is stuck in its start is killed. Calls
+block, so make them on threads; `stop` ends what could block longest, the start of the child.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import fcntl
 import json
 import logging
 import os
+import selectors
 import signal
 import stat
 import subprocess
@@ -26,8 +28,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from threading import Lock
-from typing import TextIO, TypeVar
+from threading import Event, Lock
+from typing import IO, TextIO, TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -64,7 +66,9 @@ T = TypeVar("T")
 _KEY_BYTES = 32
 _ATTEMPTS = 5
 _PROBE_S = 1.0  # between attempts to reach a TSA that does not answer
+_START_S = 60.0  # for the child to listen, and for another aggregator to start it
 _END_S = 5.0  # for the child to end by itself
+_RELEASE_S = 15.0  # for another aggregator to start the child or to end it, if this one stops
 _POLL_S = 0.02
 
 
@@ -126,6 +130,13 @@ class Breaker:
             self._opened_at = None
 
 
+class _Stopping(Unavailable):
+    """No outage: this server starts no child any more."""
+
+    def __init__(self) -> None:
+        super().__init__("no TSA is started: the server is stopping")
+
+
 class TsaConnection:
     """Implements `Tsa` over a connection that is opened when needed. Thread-safe."""
 
@@ -137,6 +148,7 @@ class TsaConnection:
         cluster_key: Ed25519PrivateKey,
         connect_s: float = CONNECT_S,
         answer_s: float = ANSWER_S,
+        start_s: float = _START_S,
         dial: Dial = endpoint.connect,
     ) -> None:
         """`address`: empty for a child of this process."""
@@ -145,10 +157,12 @@ class TsaConnection:
         self._dial = dial
         self._cluster_key = cluster_key
         self._deadlines_s = (connect_s, answer_s)
+        self._start_s = start_s
         self._data = Path(deployment.data)
         self._now = now
         # Guards the connection, the child and the breaker.
         self._guard = Lock()
+        self._is_stopping = Event()
         self._client: TsaClient | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._use: TextIO | None = None  # the lock of those who use the child
@@ -187,7 +201,12 @@ class TsaConnection:
         if self._client is not None or self._address:
             self._call(lambda client: client.forget(parameters_hash))
 
+    def stop(self) -> None:
+        """End the start of a child at once, and start none any more. Does not block."""
+        self._is_stopping.set()
+
     def close(self) -> None:
+        self.stop()
         with self._guard:
             self._disconnect()
             if not self._address:
@@ -246,6 +265,8 @@ class TsaConnection:
                 self.breaker.check()
                 try:
                     self._client = self._connect()
+                except _Stopping:
+                    raise
                 except Unavailable as error:
                     self.breaker.open(error)
                     raise
@@ -255,7 +276,7 @@ class TsaConnection:
         """Connect to the running TSA; on one machine, start it if none runs."""
         if self._address:
             return self._client_of(self._address)
-        with _flock(self._data / _START_LOCK, fcntl.LOCK_EX):
+        with self._start_lock():
             if self._use is None:
                 self._use = _flock(self._data / _USERS_LOCK, fcntl.LOCK_SH)
             try:
@@ -295,7 +316,20 @@ class TsaConnection:
     def _own_address(self) -> str:
         return child_address(self._data)
 
+    def _start_lock(self) -> TextIO:
+        path = self._data / _START_LOCK
+        try:
+            return _flock_within(self._start_s, path, self._is_stopping)
+        except BlockingIOError:
+            if self._is_stopping.is_set():
+                raise _Stopping from None
+            raise Unavailable(
+                f"another aggregator has held {path} for {self._start_s:g} s"
+            ) from None
+
     def _start_child(self) -> None:
+        if self._is_stopping.is_set():
+            raise _Stopping
         command = [sys.executable, "-m", "papaya", "serve", "tsa"]
         words = self._data / "tsa.log"  # not stderr: its reader would wait for the child
         with words.open("wb") as stderr:
@@ -309,13 +343,34 @@ class TsaConnection:
         if self._child is not None:
             self._child.poll()  # collect the exit status of the previous child
         assert child.stdout is not None
-        with child.stdout:
-            is_listening = child.stdout.readline() != b""  # it prints its address when it is ready
-        if not is_listening:
-            child.wait()
-            raise Unavailable(f"the TSA did not start; its output is in {words}")
+        try:
+            with child.stdout:
+                self._hear_from(child.stdout, words)
+        except BaseException:
+            _kill(child)
+            self._remove_socket()
+            raise
         self._child = child
         (self._data / _PID_FILE).write_text(f"{child.pid}\n")
+
+    def _hear_from(self, stdout: IO[bytes], words: Path) -> None:
+        """Wait until the child prints its address: then it listens.
+
+        The whole line: with PYTHONUNBUFFERED its end is written apart, and must find the pipe open.
+        """
+        ends_at, heard = time.monotonic() + self._start_s, b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            while b"\n" not in heard:
+                if selector.select(_POLL_S):
+                    if not (more := os.read(stdout.fileno(), 1 << 10)):
+                        raise Unavailable(f"the TSA did not start; its output is in {words}")
+                    heard += more
+                elif self._is_stopping.is_set():
+                    raise _Stopping
+                elif time.monotonic() >= ends_at:
+                    within = f"within {self._start_s:g} s"
+                    raise Unavailable(f"the TSA did not start {within}; its output is in {words}")
 
     def _keep_from_0_4(self) -> None:
         """Keep an aggregator of 0.4.0 that stops from ending its child, which this server uses."""
@@ -330,7 +385,19 @@ class TsaConnection:
             self._use = None
         if not (self._data / _PID_FILE).exists():
             return
-        with _flock(self._data / _START_LOCK, fcntl.LOCK_EX):
+        path = self._data / _START_LOCK
+        try:
+            starting = _flock_within(_RELEASE_S, path, Event())
+        except BlockingIOError:
+            logger.warning(
+                "the TSA is left running: another aggregator has held %s for %.0f s (hint: if no "
+                "aggregator runs there, end the process that %s names)",
+                path,
+                _RELEASE_S,
+                self._data / _PID_FILE,
+            )
+            return
+        with starting:
             try:
                 users = _flock(self._data / _USERS_LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -346,13 +413,15 @@ class TsaConnection:
             try:
                 self._child.wait(_END_S)
             except subprocess.TimeoutExpired:  # a stopped process does not handle SIGTERM
-                self._child.kill()
-                self._child.wait()
+                _kill(self._child)
         give_up = time.monotonic() + _END_S
         while self._child_in(self._data / _PID_FILE) is not None and time.monotonic() < give_up:
             time.sleep(_POLL_S)  # the child of another server cannot be waited for
         (self._data / _PID_FILE).unlink(missing_ok=True)
-        # Unless a TSA answers there: an aggregator of 0.4.0 takes no lock to start another child.
+        self._remove_socket()
+
+    def _remove_socket(self) -> None:
+        """Unless a TSA answers there: an aggregator of 0.4.0 starts its child without a lock."""
         with suppress(OSError):
             endpoint.remove_left_over(self._own_address.removeprefix("unix:"))
 
@@ -407,6 +476,23 @@ def _flock(path: Path, how: int) -> TextIO:
         file.close()
         raise
     return file
+
+
+def _flock_within(timeout_s: float, path: Path, is_over: Event) -> TextIO:
+    """A file with an exclusive lock. Raises BlockingIOError if it is late, or when `is_over`."""
+    ends_at = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _flock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= ends_at or is_over.wait(_POLL_S):
+                raise
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    with suppress(subprocess.TimeoutExpired):  # in a call to a disk that hangs, it ends later
+        child.wait(_END_S)
 
 
 def child_address(data: Path) -> str:

@@ -61,6 +61,11 @@ class TsaFleet:
         with self._guard:
             return tuple(self._links.values())
 
+    def stop(self) -> None:
+        """Start no TSA any more, and do not wait for one that starts. Does not block."""
+        for link in self.links:
+            link.stop()
+
     def close(self) -> None:
         for link in self.links:
             link.close()

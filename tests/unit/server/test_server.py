@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import threading
 import time
 from base64 import b64encode
@@ -15,8 +16,9 @@ from zlib import crc32
 import pytest
 
 from papaya import __version__
+from papaya.aggregator.work import GetOffers
 from papaya.clock import Clock
-from papaya.config import Deployment, ServerConfig
+from papaya.config import AsyncFL, Deployment, SecureAggregation, ServerConfig, TaskConfig
 from papaya.config.deployment import ROLES, Role
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.http.pool import ConnectionPool
@@ -33,11 +35,13 @@ from papaya.messages.storage import (
 )
 from papaya.messages.tickets import Keyring, UploadTicket
 from papaya.server.formats import Formats
+from papaya.server.host import AggregatorHost
 from papaya.server.peers import address_of
 from papaya.server.server import Server
 from papaya.store.state import SqliteState
 from tests.system.tls import Authority
 from tests.unit.http.loopback import a_client, a_request
+from tests.unit.server.stuck_child import StuckChild
 
 FAST = ServerConfig(heartbeat_s=0.2)
 DEADLINE_S = 60.0
@@ -89,6 +93,38 @@ def test_a_stopped_server_leaves_no_lock_to_a_child_that_was_just_forked(tmp_pat
             os.close(childs)
 
     asyncio.run(run())
+
+
+SECURE = TaskConfig(
+    task="next-word",
+    concurrency=20,
+    model_length=8,
+    regime=AsyncFL(aggregation_goal=2),
+    clip=1.0,
+    secure_aggregation=SecureAggregation(),
+)
+
+
+def test_a_server_stops_while_its_tsa_is_stuck_in_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, only SIGKILL ended the server."""
+    stuck = StuckChild(tmp_path, monkeypatch)
+
+    async def run() -> None:
+        server = Server(deployment(tmp_path))
+        await server.start()
+        assert server._tsas is not None
+        [link] = server._tsas.links
+        link._start_s = 1e6
+        aggregator = server._hosts["aggregator"]
+        assert isinstance(aggregator, AggregatorHost)
+        aggregator.workers.perform(GetOffers(SECURE, 1, 1))
+        await asyncio.to_thread(stuck.wait_until_it_runs)
+        await asyncio.wait_for(server.stop(), DEADLINE_S)
+
+    asyncio.run(run())
+    assert [child.returncode for child in stuck.started] == [-signal.SIGKILL]
 
 
 def test_a_role_that_runs_already_is_named_with_its_address(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
@@ -31,11 +32,13 @@ from papaya.tsa.client import TsaClient
 from papaya.tsa.errors import RefusalReason, TsaRefused, Unavailable
 from papaya.tsa.tsa import TSA
 from tests.unit.secagg.builders import a_task, entropy
+from tests.unit.server.stuck_child import StuckChild
 from tests.unit.tsa.running import CLUSTER, received, running
 
 PARAMETERS = a_task()
 PATIENCE_S = 60.0
 SHORT_S = 0.2
+NEVER_S = 1e6
 
 
 class Clock:
@@ -43,10 +46,14 @@ class Clock:
 
 
 def a_connection(
-    clock: Clock, data: Path, tsa: str = "", connect_s: float = PATIENCE_S
+    clock: Clock,
+    data: Path,
+    tsa: str = "",
+    connect_s: float = PATIENCE_S,
+    start_s: float = PATIENCE_S,
 ) -> TsaConnection:
-    deployment = Deployment(data=str(data), tsa=tsa)
-    return TsaConnection(deployment, tsa, lambda: clock.now, CLUSTER, connect_s, PATIENCE_S)
+    deployment, deadlines_s = Deployment(data=str(data), tsa=tsa), (connect_s, PATIENCE_S, start_s)
+    return TsaConnection(deployment, tsa, lambda: clock.now, CLUSTER, *deadlines_s)
 
 
 def logged(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
@@ -166,6 +173,78 @@ def test_a_frozen_child_is_not_started_a_second_time(
     connection.close()
 
 
+@contextmanager
+def another_starts(data: Path) -> Iterator[None]:
+    """Another aggregator with this data folder is starting its child."""
+    with (data / "tsa-start.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def test_a_child_that_never_says_that_it_listens_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = StuckChild(tmp_path, monkeypatch)
+    connection = a_connection(Clock(), tmp_path, start_s=SHORT_S)
+    with pytest.raises(Unavailable, match=r"did not start within 0\.2 s; its output is in .*log"):
+        connection.register(PARAMETERS)
+    assert connection.breaker.is_open
+    assert [child.returncode for child in stuck.started] == [-signal.SIGKILL]
+    with another_starts(tmp_path):
+        pass  # nobody has the lock
+    assert not (tmp_path / "tsa-child.pid").exists()
+    connection.close()
+
+
+@pytest.mark.parametrize("end", [TsaConnection.stop, TsaConnection.close])
+def test_a_stop_does_not_wait_for_a_child_that_starts(
+    end: Callable[[TsaConnection], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = StuckChild(tmp_path, monkeypatch)
+    connection = a_connection(Clock(), tmp_path, start_s=NEVER_S)
+    with ThreadPoolExecutor() as threads:
+        asking = threads.submit(connection.register, PARAMETERS)
+        stuck.wait_until_it_runs()
+        end(connection)
+        with pytest.raises(Unavailable, match="the server is stopping"):
+            asking.result(PATIENCE_S)
+    with pytest.raises(Unavailable, match="the server is stopping"):
+        connection.register(PARAMETERS)  # no other one is started
+    assert [child.returncode for child in stuck.started] == [-signal.SIGKILL]
+    assert not connection.breaker.is_open  # this is no outage
+    connection.close()
+
+
+def test_the_wait_for_another_aggregator_that_starts_the_child_has_an_end(tmp_path: Path) -> None:
+    connection = a_connection(Clock(), tmp_path, start_s=SHORT_S)
+    with another_starts(tmp_path), pytest.raises(Unavailable, match=r"has held .*tsa-start\.lock"):
+        connection.register(PARAMETERS)
+    assert connection.breaker.is_open
+    connection.close()
+
+
+def test_a_stop_ends_the_wait_for_another_aggregator(tmp_path: Path) -> None:
+    connection = a_connection(Clock(), tmp_path, start_s=NEVER_S)
+    with another_starts(tmp_path), ThreadPoolExecutor() as threads:
+        asking = threads.submit(connection.register, PARAMETERS)
+        connection.stop()
+        with pytest.raises(Unavailable, match="the server is stopping"):
+            asking.result(PATIENCE_S)
+        connection.close()
+
+
+def test_a_server_that_stops_leaves_the_child_to_an_aggregator_that_is_starting_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_tsa, "_RELEASE_S", SHORT_S)
+    connection = a_connection(Clock(), tmp_path)
+    (tmp_path / "tsa-child.pid").write_text("1234567890\n")
+    with another_starts(tmp_path):
+        connection.close()
+    assert (tmp_path / "tsa-child.pid").exists()
+    assert len(logged(caplog, "hint: if no aggregator runs there, end the process")) == 1
+
+
 def test_a_child_that_was_stopped_ends_with_its_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,8 +265,12 @@ def test_a_child_that_was_stopped_ends_with_its_server(
 
 @pytest.mark.parametrize("starter_is_last", [False, True])
 def test_aggregators_with_one_folder_share_a_child_and_the_last_one_ends_it(
-    starter_is_last: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    starter_is_last: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # the child writes the end of its line apart
     apart = Deployment(data=str(tmp_path), coordinators=("127.0.0.1:1",))
     links = [TsaConnection(apart, "", time.time, CLUSTER, PATIENCE_S, PATIENCE_S) for _ in range(2)]
     with ThreadPoolExecutor() as threads:
