@@ -24,7 +24,7 @@ from msgspec import structs
 
 from papaya.aggregator.sessions import longest_ticket_life_s
 from papaya.config import ServerConfig
-from papaya.errors import MissingBlob, PapayaError, ProtocolError
+from papaya.errors import MissingBlob, OperatorError, PapayaError, ProtocolError
 from papaya.learning.evaluation import verdict
 from papaya.messages import owner
 from papaya.messages.base import TaskId
@@ -193,15 +193,12 @@ class Supervisor:
 
     async def _settle(self, row: TaskRow, of: TaskRow | None) -> None:
         """End an evaluation that is done, and write its result to the task's history."""
-        now = self._now()
         made = await self._version(row.config.task, 1)
         if made is not None and of is not None:
             await self._take_result(row, made, of)
-        elif of is None or of.state == "cancelled":
-            await self._end(row, "its task was cancelled")
-        elif verdict(row.config.stop, row.submitted, now, ()) is not None:
-            wanted, waited_s = row.config.aggregation_goal, now - row.submitted
-            await self._end(row, f"gave up: it did not get {wanted} clients in {waited_s:.0f} s")
+        else:
+            wanted = row.config.aggregation_goal
+            await self._end_if_over(row, of, row.submitted, f"it did not get {wanted} clients")
 
     async def _take_result(self, row: TaskRow, made: VersionRow, of: TaskRow) -> None:
         pinned = row.config.evaluates
@@ -211,12 +208,30 @@ class Supervisor:
             return  # its point is written in the next turn
         try:
             new, why = await evaluations.with_result(old, self._blobs, row, made, of.config)
-        except (ProtocolError, MissingBlob) as error:  # any other error: try again in the next turn
+        except (ProtocolError, MissingBlob) as error:
             await self._end(row, str(error))
+            return
+        except OperatorError as error:
+            # Try again in the next turn, for as long as its clients were given to take part.
+            if not await self._end_if_over(row, of, made.created, str(error)):
+                raise
             return
         change = owner.end_evaluation(row, "completed", self._now(), why, (old, new))
         self._history.forget(pinned.task)
         await self._write(change, _ended(row, "completed", why))
+
+    async def _end_if_over(
+        self, row: TaskRow, of: TaskRow | None, since: float, problem: str
+    ) -> bool:
+        """Is its task cancelled, or its time over since then? Then end it without a result."""
+        now = self._now()
+        if of is None or of.state == "cancelled":
+            await self._end(row, "its task was cancelled")
+        elif verdict(row.config.stop, since, now, ()) is not None:
+            await self._end(row, f"gave up after {now - since:.0f} s: {problem}")
+        else:
+            return False
+        return True
 
     async def _end(self, row: TaskRow, why: str) -> None:
         change = owner.end_evaluation(row, "cancelled", self._now(), why)

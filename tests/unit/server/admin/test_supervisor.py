@@ -236,6 +236,42 @@ def test_a_result_waits_while_the_blob_store_fails(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("after", ["its task was cancelled", "gave up"])
+def test_an_evaluation_whose_result_stays_unreadable_ends(tmp_path: Path, after: str) -> None:
+    """Otherwise the task would never be evaluated again, and never be deleted."""
+
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            plan = EvaluationPlan(every_versions=2, clients=2, timeout_s=600.0)
+            await system.submit(structs.replace(TASK, evaluation=plan))
+            await system.turn()
+            system.time += 500.0  # most of its time: its clients were slow
+            version(system, "next-word-eval-0", 1, b"a result")
+            [made] = system.store.read((version_key("next-word-eval-0", 1),)).values()
+            assert isinstance(made, VersionRow)
+            file = system.blobs.path(made.parameters)
+            file.unlink()
+            file.mkdir()  # cannot be read, and is not missing
+            system.time += 500.0
+            await system.turn()
+            assert task_row(system, "next-word-eval-0").state == "running"
+            if after == "gave up":
+                system.time += 100.0
+            else:
+                await system.service.set_state("next-word", "cancelled", BY)
+            await system.turn()
+            row = task_row(system, "next-word-eval-0")
+            assert row.state == "cancelled"
+            assert row.why.startswith(after)
+            if after == "gave up":
+                assert "cannot read blob next-word-eval-0/1/version-1-" in row.why
+                version(system, "next-word", 2, encoded())
+                await system.turn()
+                assert task_row(system, "next-word-eval-2").state == "running"
+
+    asyncio.run(test())
+
+
 def test_evaluations_follow_the_plan_one_at_a_time(tmp_path: Path) -> None:
     async def test() -> None:
         async with a_system(tmp_path) as system:
