@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from heapq import nlargest
+from itertools import islice
 from typing import TypeAlias
 
 from papaya.errors import InvariantError
@@ -37,7 +38,8 @@ class HeldCheckIns:
     """Invariant: one per identity; all of them are in the queue of their device class."""
 
     def __init__(self) -> None:
-        # All of them, by device class, and those of devices with an identity.
+        # All of them; by device class, those first whose turn in a report is next; and those of
+        # devices with an identity.
         self.in_order: Queue = OrderedDict()
         self._by_class: dict[DeviceClass, Queue] = {}
         self._by_device: dict[str, HeldCheckIn] = {}
@@ -86,12 +88,26 @@ class HeldCheckIns:
             found.append(waiting)
         return found
 
+    @property
+    def has_unreported(self) -> bool:
+        """Are there more classes than fit into one report?"""
+        return len(self._by_class) > _MAX_REPORTED_CLASSES
+
     def summary(self) -> tuple[Held, ...]:
-        """Their number by class; only the largest classes if there are too many to report."""
-        held = [Held(kind, len(queue)) for kind, queue in self._by_class.items()]
-        if len(held) > _MAX_REPORTED_CLASSES:
-            held = nlargest(_MAX_REPORTED_CLASSES, held, key=lambda entry: entry.count)
-        return tuple(held)
+        """Their number by class. If there are too many classes: the largest ones, and as many of
+        the others, which take turns. So devices that make up classes hide no other for long.
+        """
+        by_class = self._by_class
+        if not self.has_unreported:
+            return tuple(Held(kind, len(queue)) for kind, queue in by_class.items())
+        largest = dict.fromkeys(
+            nlargest(_MAX_REPORTED_CLASSES // 2, by_class, key=lambda kind: len(by_class[kind]))
+        )
+        others = (kind for kind in by_class if kind not in largest)
+        turn = list(islice(others, _MAX_REPORTED_CLASSES - len(largest)))
+        for kind in turn:
+            by_class[kind] = by_class.pop(kind)  # to the end
+        return tuple(Held(kind, len(by_class[kind])) for kind in (*largest, *turn))
 
     def check(self) -> None:
         by_class = sum(len(queue) for queue in self._by_class.values())

@@ -433,6 +433,8 @@ class Selector:
         self._number += 1
         self._reported_at = now
         self._report_due = float("inf")
+        if self.held.has_unreported:
+            self._report_within(now, self._config.held_report_interval_s)
         orders = self._orders
         report = SelectorReport(
             node=self.node,

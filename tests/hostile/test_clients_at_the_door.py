@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from papaya.config import ServerConfig
 from papaya.errors import ProtocolError
 from papaya.machine import Effects, Forward, Reply
 from papaya.messages import wire
@@ -32,6 +33,7 @@ from tests.unit.selector.builders import (
     TASK,
     a_selector,
     accepted,
+    advertised,
     an_open_selector,
     answers,
     assign,
@@ -40,6 +42,9 @@ from tests.unit.selector.builders import (
     rejected,
     report,
 )
+
+
+ANY = Capabilities(engine="", trust_policy=True)
 
 
 def knock(selector: Selector, now: float, data: bytes, handle: object) -> Effects:
@@ -264,6 +269,31 @@ def test_strangers_who_repeat_themselves_do_not_hide_a_single_honest_device() ->
     assert found is not None
     assert Held(PHONE, 1) in found.held
     assert len(found.held) == 2
+
+
+@pytest.mark.parametrize("strangers", [512, 4000])
+def test_strangers_with_different_exclusions_hide_no_honest_device_for_long(strangers: int) -> None:
+    """n tasks make 2ⁿ sets of excluded ones. What a report has no room for is in a later one."""
+    selector = an_open_selector()
+    tasks = [f"task-{number}" for number in range(13)]
+    offers = (advertised(), *(advertised(task) for task in tasks))
+    selector.receive(BOOT, orders(1, advertised=offers))
+    for number in range(strangers):
+        excluded = tuple(task for bit, task in enumerate(tasks) if number >> bit & 1)
+        for again in range(2):
+            kind = DeviceClass(ANY, excluded)
+            knock(selector, BOOT + 1, wire.encode(check_in(kind)), (number, again))
+    alone, many = (DeviceClass(ANY, (f"task-{n}", "task-12")) for n in (10, 11))
+    assert answers(selector.receive(BOOT + 1, check_in(alone), "honest")) == {}
+    for number in range(50):
+        selector.receive(BOOT + 1, check_in(many), ("honest", number))
+    found = []
+    while (now := selector.next_wake()) < BOOT + 1 + ServerConfig().hold_s:
+        found += [sent.held for sent in [report(selector.wake(now))] if sent is not None]
+    assert all(len(held) == 256 for held in found)
+    assert all(Held(many, 50) in held for held in found)
+    assert sum(Held(alone, 1) in held for held in found) >= len(found) * 128 // (strangers + 2)
+    assert any(Held(alone, 1) in held for held in found)
 
 
 def test_an_honest_device_is_answered_after_every_kind_of_nonsense() -> None:
