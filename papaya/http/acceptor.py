@@ -5,8 +5,9 @@
     at `max_connections`                                      503 with Retry-After
     and MAX_REFUSED being refused                             not accepted until one has closed
 
-A connection over the limit of its own client address is closed without an answer if MAX_REFUSED
-others are being refused, so that one address cannot stop the others from being accepted.
+A connection over the limit of its own client address takes a place while it is refused. It is closed
+without an answer if MAX_REFUSED others of this address are being refused: one address takes at most
+`max_connections_per_address + MAX_REFUSED` places, and cannot use up the refusals of others.
 
 The kernel's queue holds what is not accepted. Every accepted socket is a descriptor, so a listener
 uses at most `max_connections + MAX_REFUSED` of them, whatever its peers do.
@@ -31,7 +32,8 @@ from papaya.http.proxy_protocol import ProxiedClient, read_client
 from papaya.http.tls import Tls
 from papaya.http.tls_transport import start_tls
 
-MAX_REFUSED = 64  # connections of one listener that are being answered 503
+# Connections that are being answered 503: of one listener if it is full, of one address otherwise.
+MAX_REFUSED = 64
 
 _PER_TURN = 64  # accepted before the loop serves its connections
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -46,16 +48,21 @@ class Admission:
         "_acceptor",
         "_is_released",
         "client",
+        "counted_in",
+        "is_extra",
         "key",
         "refusal",
     )
 
-    def __init__(self, acceptor: Acceptor, client: ProxiedClient, is_refused: bool) -> None:
+    def __init__(self, acceptor: Acceptor, client: ProxiedClient, is_extra: bool) -> None:
         self.client = client  # the real one, if a proxy told it
+        self.is_extra = is_extra  # it came when all of `max_connections` were taken
         # What to tell the client instead of serving it.
-        self.refusal: str | None = "too many connections" if is_refused else None
+        self.refusal: str | None = "too many connections" if is_extra else None
         self._acceptor = acceptor
-        self.key = ""  # under which the client's address is counted; empty if it is not
+        # Where and under which key the client's address is counted; None if it is not.
+        self.counted_in: Counter[str] | None = None
+        self.key = ""
         self._is_released = False
 
     def release(self) -> None:
@@ -82,9 +89,10 @@ class Acceptor:
         self._proxies = tuple(ip_network(proxy, strict=False) for proxy in proxies)
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()  # not handed to their protocol yet
-        self._served = 0  # accepted sockets that are not refused
-        self._refused = 0  # accepted sockets that are refused
-        self._by_address: Counter[str] = Counter()  # of those that are served
+        self._places = 0  # accepted sockets within `max_connections`
+        self._extra = 0  # accepted sockets above it, which are refused
+        self._served: Counter[str] = Counter()  # by address
+        self._refused: Counter[str] = Counter()  # likewise, those over the limit of their address
         self._warned_at: dict[str, float] = {}  # by reason, when a refusal was last logged
         self._is_paused = False  # nothing is accepted now
         self._is_closed = False
@@ -93,7 +101,7 @@ class Acceptor:
     @property
     def accepted(self) -> int:
         """Sockets that are open now, in a handshake or later."""
-        return self._served + self._refused
+        return self._places + self._extra
 
     def close(self) -> None:
         self._pause()
@@ -104,14 +112,14 @@ class Acceptor:
             task.cancel()
 
     def released(self, admission: Admission) -> None:
-        if admission.refusal is None:
-            self._served -= 1
+        if admission.is_extra:
+            self._extra -= 1
         else:
-            self._refused -= 1
-        if admission.key:
-            self._by_address[admission.key] -= 1
-            if not self._by_address[admission.key]:
-                del self._by_address[admission.key]
+            self._places -= 1
+        if (counts := admission.counted_in) is not None:
+            counts[admission.key] -= 1
+            if not counts[admission.key]:
+                del counts[admission.key]
         if self._is_paused:
             self._listen()
 
@@ -129,8 +137,8 @@ class Acceptor:
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_PER_TURN):
-            is_refused = self._served >= self._limits.max_connections
-            if is_refused and self._refused >= MAX_REFUSED:
+            is_extra = self._places >= self._limits.max_connections
+            if is_extra and self._extra >= MAX_REFUSED:
                 self._pause()
                 return
             try:
@@ -145,11 +153,11 @@ class Acceptor:
                 self._loop.call_later(_RETRY_S, self._listen)
                 return
             connection.setblocking(False)
-            if is_refused:
+            if is_extra:
                 self._warn("max_connections", peer[0])
-            self._served += not is_refused
-            self._refused += is_refused
-            admission = Admission(self, (peer[0], peer[1]), is_refused)
+            self._places += not is_extra
+            self._extra += is_extra
+            admission = Admission(self, (peer[0], peer[1]), is_extra)
             task = self._loop.create_task(self._open(connection, admission))
             self._opening.add(task)
             task.add_done_callback(partial(self._opened, connection, admission))
@@ -233,16 +241,15 @@ class Acceptor:
         if admission.refusal is not None:
             return True
         key = address_key(admission.client[0])
-        if self._by_address[key] >= self._limits.max_connections_per_address:
+        counts = self._served
+        if counts[key] >= self._limits.max_connections_per_address:
             self._warn("max_connections_per_address", admission.client[0])
-            if self._refused >= MAX_REFUSED:
+            counts = self._refused
+            if counts[key] >= MAX_REFUSED:
                 return False
             admission.refusal = "too many connections from your address"
-            self._served -= 1
-            self._refused += 1
-            return True
-        self._by_address[key] += 1
-        admission.key = key
+        counts[key] += 1
+        admission.counted_in, admission.key = counts, key
         return True
 
 

@@ -56,10 +56,15 @@ async def a_listener(
         await listener.drain(0)
 
 
-def silent(stack: ExitStack, listener: Listener, count: int) -> list[socket.socket]:
+def silent(
+    stack: ExitStack, listener: Listener, count: int, source: tuple[str, int] = ("127.0.0.1", 0)
+) -> list[socket.socket]:
     """Connections that never send a byte."""
     address = ("127.0.0.1", listener.port)
-    return [stack.enter_context(socket.create_connection(address)) for _ in range(count)]
+    return [
+        stack.enter_context(socket.create_connection(address, source_address=source))
+        for _ in range(count)
+    ]
 
 
 def until_closed(connection: socket.socket) -> None:
@@ -189,6 +194,26 @@ def test_one_address_cannot_take_the_places_of_others(loop: str) -> None:
                 silent(stack, listener, 2 * MAX_REFUSED)
                 await until_accepted(listener, 3 + MAX_REFUSED)
                 assert (await ask(listener, local_addr=OTHER)).status == 200
+            await until_accepted(listener, 0)
+            assert (await ask(listener)).status == 200
+
+    run(main(), loop)
+
+
+@both_loops
+def test_one_address_cannot_use_up_the_refusals_of_others(loop: str) -> None:
+    """Devices behind the address of a carrier are told to wait, whatever other addresses do."""
+
+    async def main() -> None:
+        limits = ListenerLimits(max_connections=1000, max_connections_per_address=3, linger_s=60)
+        async with a_listener(limits) as listener:
+            with ExitStack() as stack:
+                silent(stack, listener, 3 + 2 * MAX_REFUSED)
+                await until_accepted(listener, 3 + MAX_REFUSED)
+                silent(stack, listener, 3, OTHER)
+                await until_accepted(listener, 6 + MAX_REFUSED)
+                for _ in range(2 * MAX_REFUSED):
+                    assert_told_to_wait(await ask(listener, local_addr=OTHER))
             await until_accepted(listener, 0)
             assert (await ask(listener)).status == 200
 
