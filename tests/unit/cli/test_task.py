@@ -113,6 +113,17 @@ def test_status_exits_with_1_when_a_person_should_look(
     assert run(server, "status") == 1
     assert "3600 s ahead of the leader's: its reports are refused" in capsys.readouterr().err
     server.system.live.wrong_clocks = ()
+    server.system.time += 60  # servers have had the time to report
+    for silent, problem in (
+        ("no_aggregators", "no aggregator has reported, so no task can train"),
+        ("no_selectors", "no selector has reported, so no device can check in"),
+    ):
+        setattr(server.system.live, silent, True)
+        assert run(server, "status") == 1
+        assert f"problem: {problem}\n" in capsys.readouterr().err
+        setattr(server.system.live, silent, False)
+        assert run(server, "status") == 0
+        assert problem not in capsys.readouterr().err
     server.system.live.found["next-word"] = LiveTask("aggregator", 18, 2, 5, "it diverged")
     assert run(server, "status") == 1
     assert "task next-word halted: it diverged" in capsys.readouterr().err

@@ -59,6 +59,8 @@ class FakeLive:
         self.has_leader = True
         self.found: dict[TaskId, LiveTask] = {}
         self.wrong_clocks: tuple[ClockStatus, ...] = ()
+        self.no_aggregators = False  # none has reported
+        self.no_selectors = False
 
     def leads(self) -> bool:
         return self.is_leader
@@ -73,13 +75,14 @@ class FakeLive:
         return self.found.get(row.config.task)
 
     def aggregators(self) -> tuple[AggregatorStatus, ...]:
-        return (AggregatorStatus("aggregator", 0.4, len(self.found), False),)
+        found = AggregatorStatus("aggregator", 0.4, len(self.found), False)
+        return () if self.no_aggregators else (found,)
 
     def clocks(self) -> tuple[ClockStatus, ...]:
         return self.wrong_clocks
 
     def selectors(self) -> tuple[SelectorStatus, ...]:
-        return (SelectorStatus("selector", 0.2, 7),)
+        return () if self.no_selectors else (SelectorStatus("selector", 0.2, 7),)
 
 
 class StoredState:
