@@ -63,7 +63,7 @@ class RequestProgress(NamedTuple):
     state: ConnectionState
     requests: int  # begun so far
     received: int  # bytes so far
-    taken: int  # bytes of answers that the peer has taken so far; means nothing if none are unsent
+    taken: int  # bytes of answers that the peer has taken so far; all of them if none are unsent
     unsent: int  # bytes of answers that the kernel has not taken, because the peer is slow
 
 
@@ -91,7 +91,7 @@ class Timeouts:
         self._sent_at = now  # the peer last took some of an answer, or nothing was unsent
         self._start = 0  # bytes received when the present wait began
         self._unsent_at = now  # bytes of an answer were first found unsent
-        self._taken_before = 0  # bytes that the peer had taken then
+        self._taken_before = 0  # bytes that the peer had taken before the answer
 
     def exceeded(self, now: float, progress: RequestProgress) -> str | None:
         """Why the connection should be closed; None if it is within its limits."""
@@ -111,10 +111,11 @@ class Timeouts:
             self._moved_at = now
         if not progress.unsent or before is None or not before.unsent:
             self._sent_at = self._unsent_at = now
-            self._taken_before = progress.taken
+            # What has gone into the peer's receive buffer since the answer began counts for it.
+            self._taken_before = min(progress.taken, 0 if before is None else before.taken)
         elif before.taken < progress.taken:
             self._sent_at = now
-        if now - self._sent_at > self._limits.write_timeout_s:
+        if now - self._sent_at > self._limits.answer_pause_s:
             return "the peer does not read the answer"
         return self._reads_too_slowly(now, progress) or self._too_slow(now, progress)
 

@@ -23,6 +23,8 @@ class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True):
     body_timeout_s: float = 10.0  # without any byte of the body
     min_body_bytes_per_s: float = 1024.0  # on average, after the first `body_timeout_s`
     write_timeout_s: float = 20.0  # the peer reads nothing of an answer
+    # It reads no more of it. Longer: a receive buffer of 6 MB takes nothing until 1/16 is free.
+    answer_pause_s: float = 60.0
     min_answer_bytes_per_s: float = 1024.0  # on average, after the first `write_timeout_s`
     discard_bytes: int = 64 << 10  # a refused body up to this size is read, to keep the connection
     linger_s: float = 2.0  # how long a peer may keep sending after the last answer

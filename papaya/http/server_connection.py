@@ -170,7 +170,7 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def check_timeouts(self, now: float) -> None:
         unsent = self._out.unsent
-        taken = self._out.taken if unsent else 0
+        taken = self._out.taken if unsent else self._out.written
         progress = RequestProgress(self._state, self._requests, self._received, taken, unsent)
         late = self._timeouts.exceeded(now, progress)
         if late is None:

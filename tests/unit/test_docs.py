@@ -361,6 +361,7 @@ def test_the_protocols_page_has_the_limits_of_the_code() -> None:
     assert f"at least {limits.min_body_bytes_per_s:,.0f} bytes/s" in page
     least = f"at least {limits.min_answer_bytes_per_s:,.0f} bytes/s"
     assert f"after the first {limits.write_timeout_s:g} s {least}" in page
+    assert f"and no pause of more than {limits.answer_pause_s:g} s |" in page
     assert f"closed after {limits.idle_timeout_s:g} s |" in page
     assert f"There are at most {MAX_CHUNKS:,}." in page
 

@@ -32,6 +32,7 @@ IMPATIENT = ListenerLimits(
     idle_timeout_s=0.1,
     body_timeout_s=0.1,
     write_timeout_s=0.1,
+    answer_pause_s=0.1,
     linger_s=0.1,
     sweep_s=0.02,
 )

@@ -18,6 +18,7 @@ LIMITS = ListenerLimits(
     body_timeout_s=5,
     min_body_bytes_per_s=100,
     write_timeout_s=20,
+    answer_pause_s=60,
     min_answer_bytes_per_s=100,
     linger_s=2,
 )
@@ -88,7 +89,10 @@ def test_a_peer_that_does_not_read_its_answer() -> None:
     stuck = seen(ConnectionState.ANSWER, taken=99_999, unsent=5)
     taking = [(now, seen(ConnectionState.ANSWER, taken=1000 * now, unsent=5)) for now in range(100)]
     verdict = first_verdict(*taking, (100, stuck), END)
-    assert verdict == (121, "the peer does not read the answer")
+    assert verdict == (161, "the peer does not read the answer")
+    before = seen(ConnectionState.ANSWER, taken=99_999)
+    verdict = first_verdict((0, before), (1, stuck), END)
+    assert verdict == (22, "the peer reads the answer slower than 100 bytes/s")
 
 
 def test_every_exchange_starts_anew() -> None:
@@ -141,6 +145,15 @@ def test_a_peer_that_reads_slower_than_the_least_rate_is_cut_off() -> None:
     assert verdict == (21, "the peer reads the answer slower than 100 bytes/s")
     assert first_verdict(*a_reader(rate=99)) is None, "the first 20 s are free"
     assert first_verdict(*a_reader(rate=100, rests_until=19)) is None
+
+
+def test_a_reader_may_take_large_pieces_at_long_intervals() -> None:
+    """Linux opens a full window again when 1/16 of the buffer is free: at 10 kB/s after 38 s."""
+    moments = [
+        (now, seen(ConnectionState.FILE, taken=380_000 * (1 + now // 38), unsent=1000))
+        for now in range(400)
+    ]
+    assert first_verdict(*moments) is None
 
 
 def test_the_rate_of_a_reader_begins_with_each_answer() -> None:

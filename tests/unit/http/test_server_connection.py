@@ -428,7 +428,7 @@ def test_a_slow_peer_that_reads_all_the_time_keeps_its_download(loop: str, tmp_p
                 nonlocal now
                 while not connection._out.unsent:
                     await asyncio.sleep(0)
-                now += 0.9 * limits.write_timeout_s
+                now += 0.9 * limits.answer_pause_s
                 connection.check_timeouts(now)
                 return not connection._transport.is_closing()
 
@@ -436,7 +436,12 @@ def test_a_slow_peer_that_reads_all_the_time_keeps_its_download(loop: str, tmp_p
                 assert await check()
                 # More than fits into its window, so what it got before was acknowledged.
                 await read(piece)
-            assert [await check(), await check(), await check()] == [True, True, False]
+            # It reads no more. An acknowledgement may arrive late, and then counts at that check.
+            open_after = [await check() for _ in range(2)]
+            while open_after[-1] and len(open_after) < 5:
+                open_after.append(await check())
+            assert open_after[0]
+            assert not open_after[-1]
 
     with socket.socket() as peer:
         run(main(peer), loop)
