@@ -1,0 +1,61 @@
+"""A server with few file descriptors under a flood of connections that never send a byte."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+from papaya.config import AsyncFL, TaskConfig
+from tests.system.admin import Admin
+from tests.system.processes import PAPAYA, START_S, Installation, ServerProcess
+
+OPEN_FILES = 1024
+WITH_FEW_FILES = ("sh", "-c", f'ulimit -n {OPEN_FILES} && exec "$@"', "sh", *PAPAYA)
+REFUSED = "connections are refused"
+TASK = TaskConfig(task="words", concurrency=4, model_length=10, regime=AsyncFL(aggregation_goal=2))
+
+
+def address_of(text: str) -> tuple[str, int]:
+    host, port = text.rsplit(":", 1)
+    return host, int(port)
+
+
+def flood(stack: ExitStack, server: ServerProcess, address: tuple[str, int]) -> None:
+    """Silent connections, until the listener refuses some. Those after them are not accepted."""
+    before = server.text().count(REFUSED)
+    for _ in range(OPEN_FILES // 3):
+        stack.enter_context(socket.create_connection(address))
+    server.until_logged(REFUSED, START_S, after=before)
+
+
+class KeptAdmin(Admin):
+    """Sends all requests over one connection, which was opened before the flood."""
+
+    def __init__(self, address: tuple[str, int], token: str) -> None:
+        super().__init__("", token)
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._kept = http.client.HTTPConnection(*address, timeout=120)
+        self.close = self._kept.close
+
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        self._kept.request(method, path, body, self._headers)
+        response = self._kept.getresponse()
+        return response.status, response.read()
+
+
+def test_silent_connections_leave_files_for_storage(tmp_path: Path) -> None:
+    with Installation(tmp_path, program=WITH_FEW_FILES) as installation, ExitStack() as stack:
+        server = installation.add().start()
+        devices, own = (address_of(server.addresses[name]) for name in ("devices", "admin"))
+        admin = KeptAdmin(own, installation.secret("admin.token"))
+        stack.callback(admin.close)
+        assert admin.ask("GET", "/health")[0] == 200
+        flood(stack, server, devices)
+        flood(stack, server, own)
+        files = len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+        assert files < OPEN_FILES - 200
+        assert admin.ask("GET", "/health")[0] == 200
+        admin.submit(TASK)  # opens files: the parameters and the state
+        assert admin.task("words")["state"] == "running"
