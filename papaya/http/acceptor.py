@@ -5,9 +5,9 @@
     at `max_connections`                                      503 with Retry-After
     and MAX_REFUSED being refused                             not accepted until one has closed
 
-A connection over the limit of its own client address takes a place while it is refused. It is closed
-without an answer if MAX_REFUSED others of this address are being refused: one address takes at most
-`max_connections_per_address + MAX_REFUSED` places, and cannot use up the refusals of others.
+A connection over the limit of its own client address takes a place while it is refused. It is
+closed without an answer if MAX_REFUSED others of this address are being refused: one address takes
+at most `max_connections_per_address + MAX_REFUSED` places, and no refusals of others.
 
 The kernel's queue holds what is not accepted. Every accepted socket is a descriptor, so a listener
 uses at most `max_connections + MAX_REFUSED` of them, whatever its peers do.

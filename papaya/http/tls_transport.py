@@ -22,6 +22,8 @@ from functools import partial
 from ssl import SSLContext, SSLEOFError, SSLSocket, SSLWantReadError, SSLWantWriteError
 from typing import Any
 
+from papaya.http.tls_records import RECORDS_WITHOUT_DATA, CountedSocket, count_records
+
 _BYTES_PER_TURN = 1 << 20  # read from one connection before the loop serves the others
 RECORDS_PER_TURN = 256  # likewise, however short they are: each one costs a call of OpenSSL
 _LEAST_BYTES = _BYTES_PER_TURN // RECORDS_PER_TURN  # what a record counts at least
@@ -34,6 +36,7 @@ class TlsTransport(asyncio.Transport):
     """A connection whose handshake is over. `connection_made` has been called."""
 
     __slots__ = (
+        "_counted",
         "_file",
         "_has_reader",
         "_has_writer",
@@ -54,6 +57,7 @@ class TlsTransport(asyncio.Transport):
     def __init__(self, tls: SSLSocket, protocol: asyncio.BufferedProtocol) -> None:
         super().__init__()
         self._tls = tls
+        self._counted = tls if isinstance(tls, CountedSocket) else None
         self._file = tls.fileno()
         self._protocol = protocol
         self._loop = asyncio.get_running_loop()
@@ -117,6 +121,8 @@ class TlsTransport(asyncio.Transport):
             return
         if self._unsent:
             self._flush()  # a renegotiation may have kept it waiting for bytes
+        if self._counted is not None:
+            self._counted.records_left = RECORDS_PER_TURN + RECORDS_WITHOUT_DATA
         left = _BYTES_PER_TURN
         while left > 0 and self.is_reading():
             try:
@@ -158,6 +164,8 @@ class TlsTransport(asyncio.Transport):
             pass  # the peer has closed without close_notify
         except (OSError, ValueError) as problem:
             error = problem.with_traceback(None)  # its frames hold the error and the buffer
+        if self._counted is not None and self._counted.is_cut:
+            is_empty, error = False, ConnectionAbortedError("too many TLS records without data")
         if taken:
             self._protocol.buffer_updated(taken)
         return taken, spent, is_empty, error
@@ -338,6 +346,8 @@ async def start_tls(
     Raises OSError (also every error of TLS) or TimeoutError, and then the socket is closed.
     """
     connection.setblocking(False)
+    if server_hostname is None:
+        count_records(context)
     try:
         tls = context.wrap_socket(
             connection,

@@ -43,7 +43,6 @@ from tests.unit.selector.builders import (
     report,
 )
 
-
 ANY = Capabilities(engine="", trust_policy=True)
 
 

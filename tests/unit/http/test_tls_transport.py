@@ -6,9 +6,14 @@ import asyncio
 import os
 import socket
 import ssl
+import struct
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA384
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from papaya.http import tls_transport
 from papaya.http.routes import Buffered
@@ -406,6 +411,57 @@ def test_a_peer_that_sends_small_records_lets_others_go_first(
         assert most <= 2 * tls_transport.RECORDS_PER_TURN
         recorder.transport.abort()
         theirs.close()
+
+    run(main(), loop)
+
+
+class KeyUpdates:
+    """Makes key updates of TLS 1.3, which Python's `ssl` cannot, from the client's secret."""
+
+    def __init__(self, secrets: Path) -> None:
+        lines = [line.split() for line in secrets.read_text().splitlines()]
+        [found] = [words[2] for words in lines if words[0] == "CLIENT_TRAFFIC_SECRET_0"]
+        self._secret = bytes.fromhex(found)
+
+    def records(self, count: int) -> bytes:
+        """Each is the first one under its key."""
+        head = b"\x17\x03\x03" + struct.pack(">H", 6 + 16)
+        message = b"\x18\0\0\x01\0" + b"\x16"  # update_not_requested, in a handshake record
+        made = b""
+        for _ in range(count):
+            key, nonce = self._expand(b"key", 32), self._expand(b"iv", 12)
+            made += head + AESGCM(key).encrypt(nonce, message, head)
+            self._secret = self._expand(b"traffic upd", 48)
+        return made
+
+    def _expand(self, name: bytes, length: int) -> bytes:
+        label = b"tls13 " + name
+        info = struct.pack(">HB", length, len(label)) + label + b"\0"
+        return HKDFExpand(SHA384(), length, info).derive(self._secret)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("count", "end"), [(20, type(None)), (2000, ConnectionAbortedError)])
+def test_a_peer_that_sends_many_records_without_data_is_cut_off(
+    loop: str, count: int, end: type, contexts: Contexts, tmp_path: Path
+) -> None:
+    """OpenSSL handles them inside one call, 12 µs each, for as long as more arrive."""
+
+    async def main() -> None:
+        recorder = Recorder()
+        contexts[1].keylog_filename = str(tmp_path / "secrets")
+        try:
+            peer = await a_pair(contexts, recorder, tcp_pair)
+        finally:
+            contexts[1].keylog_filename = None  # type: ignore[assignment]
+        assert peer.cipher() == ("TLS_AES_256_GCM_SHA384", "TLSv1.3", 256)
+        recorder.transport.pause_reading()
+        with socket.socket(fileno=peer.detach()) as plain:
+            plain.sendall(KeyUpdates(tmp_path / "secrets").records(count))
+            plain.shutdown(socket.SHUT_WR)
+            recorder.transport.resume_reading()
+            await recorder.until(lambda: bool(recorder.ends))
+        assert [type(error) for error in recorder.ends] == [end]
 
     run(main(), loop)
 
