@@ -111,6 +111,8 @@ def mapping(jobs: int, ray: str | None = None) -> Iterator[Map]:
             for ended in _as_they_end(futures, reader):
                 yield ended.result()
         except BrokenProcessPool as error:
+            # The pool ends them itself. In Python 3.11 it fails if someone cancels one meanwhile.
+            futures.clear()
             raise worker_killed("--jobs") from error
         finally:
             for future in futures:

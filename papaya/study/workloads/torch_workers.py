@@ -145,24 +145,27 @@ class ClientTrainer:
 
 
 class BegunShares:
-    """Clients that the pool trains, in shares."""
+    """Clients that the workers train, in shares."""
 
-    def __init__(self, shares: Sequence[Future[TrainedClients] | RayFuture], length: int) -> None:
+    def __init__(
+        self, workers: TrainingWorkers, shares: Sequence[Future[TrainedClients] | RayFuture]
+    ) -> None:
+        self._workers = workers
         self._shares = shares
-        self._length = length
 
     def updates(self) -> Matrix:
         return self.result()[0]
 
     def result(self) -> TrainedClients:
-        parts = [_result(share) for share in self._shares]
+        parts = [self._workers.result(share) for share in self._shares]
         updates = [updates for updates, _ in parts]
         states = [state for _, states in parts for state in states]
-        return np.concatenate([*updates, np.empty((0, self._length), FLOAT32)]), states
+        return np.concatenate([*updates, np.empty((0, self._workers.length), FLOAT32)]), states
 
     def cancel(self) -> None:
-        for share in self._shares:
-            share.cancel()
+        if not self._workers.is_broken:
+            for share in self._shares:
+                share.cancel()
 
 
 class TrainingWorkers:
@@ -173,7 +176,9 @@ class TrainingWorkers:
     ) -> None:
         self._shipped = ShippedTask.of(loaded)
         self._library = library
-        self._length = loaded.manifest.length
+        self.length = loaded.manifest.length
+        # A process was killed: the pool ends all work, and fails if someone cancels some of it.
+        self.is_broken = False
         self._pool: ProcessPoolExecutor | RayPool
         if ray is not None:
             self._pool = RayPool(ray)
@@ -188,17 +193,34 @@ class TrainingWorkers:
         """`together`: how many clients, with these, are begun at once."""
         if sgd not in self._trainings:
             self._trainings[sgd] = partial(_train, self._shipped, self._library, sgd)
-        train, count = self._trainings[sgd], self._most_shares * len(work) // max(1, together)
-        return BegunShares(
-            [self._pool.submit(train, some) for some in _shares(work, count)], self._length
-        )
+        count = self._most_shares * len(work) // max(1, together)
+        return BegunShares(self, self._submit(self._trainings[sgd], _shares(work, count)))
 
     def results(
         self, parameters: Vector, clients: list[JudgedClient], settings: ClientSGD
     ) -> Floats:
         judge = partial(judged_in_worker, self._shipped, self._library, parameters, settings)
-        shares = [self._pool.submit(judge, some) for some in _shares(clients, self._most_shares)]
-        return np.concatenate([_result(share) for share in shares])
+        shares = self._submit(judge, _shares(clients, self._most_shares))
+        return np.concatenate([self.result(share) for share in shares])
+
+    def _submit(
+        self, work: Callable[[list[_Job]], _Result], shares: list[list[_Job]]
+    ) -> list[Future[_Result] | RayFuture]:
+        with self._noticing_the_killed():
+            return [self._pool.submit(work, share) for share in shares]
+
+    def result(self, share: Future[_Result] | RayFuture) -> _Result:
+        with self._noticing_the_killed():
+            result: _Result = share.result()
+        return result
+
+    @contextmanager
+    def _noticing_the_killed(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenProcessPool as error:
+            self.is_broken = True
+            raise worker_killed("--training-processes") from error
 
     @property
     def _most_shares(self) -> int:
@@ -206,14 +228,6 @@ class TrainingWorkers:
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-
-
-def _result(share: Future[_Result] | RayFuture) -> _Result:
-    try:
-        result: _Result = share.result()
-    except BrokenProcessPool as error:
-        raise worker_killed("--training-processes") from error
-    return result
 
 
 def _shares(work: list[_Job], count: int) -> list[list[_Job]]:

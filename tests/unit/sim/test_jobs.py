@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator
+from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -156,6 +158,15 @@ def test_a_worker_that_dies_is_told_with_a_remedy() -> None:
     with pytest.raises(OperatorError, match="a worker process was killed") as e, mapping(2) as m:
         list(m(die_at_two, range(8)))
     assert e.value.hint.startswith("lower --jobs")
+
+
+def test_work_that_a_broken_pool_ends_is_not_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python 3.11 a thread of the pool fails if both happen at once, and prints a traceback."""
+    cancelled: list[Future[Any]] = []
+    monkeypatch.setattr(Future, "cancel", cancelled.append)
+    with pytest.raises(OperatorError, match="a worker process was killed"), mapping(2) as mapped:
+        list(mapped(die_at_two, range(8)))
+    assert cancelled == []
 
 
 def test_an_error_of_the_work_is_raised_as_it_is() -> None:
