@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
 from typing import Final, Self
@@ -146,7 +145,7 @@ class TorchWorkload:
         owners = [self._client_of(client.device) for client in work]
         for rows in _in_turn(owners):
             kept = [self.device_states.get(owners[row], b"") for row in rows]
-            wave = [replace(work[row], state=state) for row, state in zip(rows, kept, strict=True)]
+            wave = [work[row]._replace(state=state) for row, state in zip(rows, kept, strict=True)]
             updates[rows], states = self._train(wave, sgd)
             self.device_states |= zip((owners[row] for row in rows), states, strict=True)
         return updates

@@ -7,15 +7,16 @@ Work is sent in shares: examples as bytes, and each model once per share.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 from msgspec import structs
 
@@ -33,14 +34,13 @@ from papaya.sim.ray_jobs import RayFuture, RayPool
 from papaya.study.workloads.base import Matrix
 from papaya.study.workloads.shipped_task import ShippedTask
 
-_Job = TypeVar("_Job", bound=Sized)
+_Job = TypeVar("_Job", "ClientWork", "JudgedClient")
 _Result = TypeVar("_Result")
 
 _SHARES_PER_PROCESS: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ClientWork:
+class ClientWork(NamedTuple):
     """One client's work. Clients of one version share its array, also when they are sent."""
 
     device: int
@@ -49,19 +49,12 @@ class ClientWork:
     seed: int
     state: bytes = b""
 
-    def __len__(self) -> int:
-        return len(self.examples)
 
-
-@dataclass(frozen=True, slots=True)
-class JudgedClient:
+class JudgedClient(NamedTuple):
     """What one client is judged on, and its personal tensors."""
 
     examples: list[bytes]
     state: bytes
-
-    def __len__(self) -> int:
-        return len(self.examples)
 
 
 TrainedClients: TypeAlias = tuple[Matrix, list[bytes]]
@@ -186,13 +179,15 @@ class TrainingWorkers:
         else:
             self._pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
             self.count = processes
-        # What trains with these settings: a cluster is sent each of them once.
+        # What trains with these settings. A cluster is sent each of them once.
         self._trainings: dict[ClientSGD, Callable[[list[ClientWork]], TrainedClients]] = {}
 
     def begin(self, work: list[ClientWork], sgd: ClientSGD, together: int) -> BegunShares:
         """`together`: how many clients, with these, are begun at once."""
         if sgd not in self._trainings:
-            self._trainings[sgd] = partial(_train, self._shipped, self._library, sgd)
+            # Encoded once, because it is sent with each share.
+            encoded = msgspec.json.encode(sgd)
+            self._trainings[sgd] = partial(_train, self._shipped, self._library, encoded)
         count = self._most_shares * len(work) // max(1, together)
         return BegunShares(self, self._submit(self._trainings[sgd], _shares(work, count)))
 
@@ -234,7 +229,7 @@ def _shares(work: list[_Job], count: int) -> list[list[_Job]]:
     """Neighbours together, so that they come back in order, and about as many examples each."""
     if not work:
         return []
-    done = np.cumsum([len(job) for job in work])
+    done = np.cumsum([len(job.examples) for job in work])
     count = max(1, min(len(work), count))
     edges = np.searchsorted(done, done[-1] * np.arange(1, count) / count)
     cuts = np.unique(np.concatenate([[0], edges, [len(work)]])).tolist()
@@ -250,10 +245,15 @@ def _own(shipped: ShippedTask, library: Library | None) -> ClientTrainer:
     return ClientTrainer(shipped.load(), library)
 
 
+@cache
+def _settings(encoded: bytes) -> ClientSGD:
+    return msgspec.json.decode(encoded, type=ClientSGD)
+
+
 def _train(
-    shipped: ShippedTask, library: Library | None, sgd: ClientSGD, jobs: list[ClientWork]
+    shipped: ShippedTask, library: Library | None, sgd: bytes, work: list[ClientWork]
 ) -> TrainedClients:
-    return _own(shipped, library).train(jobs, sgd)
+    return _own(shipped, library).train(work, _settings(sgd))
 
 
 def judged_in_worker(
