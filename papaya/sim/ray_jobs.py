@@ -18,6 +18,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -131,13 +132,29 @@ class RayFuture:
 
     def __init__(self, ray: Any, reference: Any) -> None:
         self._ray = ray
-        self._reference = reference
+        self.reference = reference
+
+    def done(self) -> bool:
+        return self.wait_for_one([self], 0)
+
+    def wait_for_one(self, futures: Sequence[RayFuture], timeout_s: float | None = None) -> bool:
+        """Whether one of them is done; waits for it, but not longer."""
+        references = [future.reference for future in futures]
+        done, _ = self._ray.wait(references, num_returns=1, timeout=timeout_s)
+        return bool(done)
 
     def result(self) -> Any:
-        return _got(self._ray, self._reference)
+        return _got(self._ray, self.reference)
 
-    def cancel(self) -> None:
-        self._ray.cancel(self._reference)
+
+def wait_for_one(futures: Sequence[Future[Any] | RayFuture]) -> None:
+    """All of them are of one pool."""
+    first = futures[0]
+    if isinstance(first, RayFuture):
+        first.wait_for_one([future for future in futures if isinstance(future, RayFuture)])
+    else:
+        local = [future for future in futures if isinstance(future, Future)]
+        wait(local, return_when=FIRST_COMPLETED)
 
 
 class RayPool:

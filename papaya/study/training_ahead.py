@@ -9,8 +9,8 @@ versions:
     version due  ◀── the updates of its members, in their order
 
 As many clients are trained ahead as the task's concurrency, or fewer if their updates would not fit
-into 256 MB. The next version is trained in any case. Each piece of work is of one version, so an
-update that fails ends learning at the version that it belongs to.
+into 256 MB. The next version is trained in any case. Each piece of work is of one version, so a
+client that fails ends learning at the version that it belongs to.
 """
 
 from __future__ import annotations

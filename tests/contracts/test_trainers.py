@@ -297,6 +297,29 @@ def test_learning_in_processes_gives_the_same_bits(line: LoadedTask) -> None:
     assert judged == [model.tobytes() for model in here.judged]
 
 
+def test_learning_in_processes_ends_where_it_ends_in_one(line: LoadedTask) -> None:
+    """At a target, and at the version that has a client without data."""
+    trace, rates = a_trace(12, 6, stale=3), Rates(ClientSGD(rate=0.1, batch_size=8))
+    span = trace.members(9)
+    lacks = int(trace.clients.device[span][trace.start[span] < 7][0])
+
+    def incomplete(device: int, n: int) -> list[bytes]:
+        return rows_of(device, n)[device == lacks :]
+
+    def judged_versions(processes: int, target: float | None) -> list[int]:
+        seen: list[int] = []
+        with TorchWorkload(line, incomplete, some_clients(5), processes=processes) as workload:
+            try:
+                learn(trace, workload, rates, target=target, judged=lambda v, _: seen.append(v))
+            except OperatorError as error:
+                seen.append(-int("the data source gives" in str(error)))
+            workload.evaluate(workload.initial(0))  # it can still be used
+        return seen
+
+    assert judged_versions(2, None) == judged_versions(1, None) == [*range(9), -1]
+    assert judged_versions(2, 100.0) == judged_versions(1, 100.0) == [*range(4)]
+
+
 def test_a_killed_worker_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "kills.py"
     path.write_text(f"import os, signal\n{TASK}".replace(

@@ -96,7 +96,7 @@ class BegunTraining(Protocol):
         """Row i is the update of client i. Waits for them, and raises what training raised."""
 
     def cancel(self) -> None:
-        """Leave out what nobody trains yet."""
+        """Leave out what was not sent to a process yet."""
 
 
 @runtime_checkable

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Final, Self
 
@@ -46,6 +46,7 @@ from papaya.study.workloads.torch_workers import (
     JudgedClient,
     TrainedClients,
     TrainingWorkers,
+    part_of,
 )
 
 ExamplesOf = Callable[[int, int], list[bytes]]
@@ -133,7 +134,12 @@ class TorchWorkload:
         self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD, together: int
     ) -> BegunShares:
         assert self._workers is not None
-        return self._workers.begin(self._work(models, start, clients, sgd), sgd, together)
+        examples = np.minimum(clients.examples, sgd.max_examples).tolist()
+        reads = [
+            partial(self._work, models, start[part], clients.take(part), sgd)
+            for part in self._workers.parts(examples, together)
+        ]
+        return self._workers.begin(reads, sgd)
 
     def train(
         self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD
@@ -167,7 +173,8 @@ class TorchWorkload:
     def _train(self, work: list[ClientWork], sgd: ClientSGD) -> TrainedClients:
         if self._workers is None:
             return self._trainer.train(work, sgd)
-        return self._workers.begin(work, sgd, len(work)).result()
+        parts = self._workers.parts([len(client.examples) for client in work], len(work))
+        return self._workers.begin([partial(part_of, work, part) for part in parts], sgd).result()
 
     def evaluate(self, parameters: Vector) -> Quality:
         results = self.client_results(parameters)

@@ -7,6 +7,8 @@ Work is sent in shares: examples as bytes, and each model once per share.
 from __future__ import annotations
 
 import multiprocessing
+import signal
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -14,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,12 +32,11 @@ from papaya.learning.torch.compiled_gradient import Library
 from papaya.learning.torch.engine import TorchEngine
 from papaya.sim.draws import Floats
 from papaya.sim.jobs import worker_killed
-from papaya.sim.ray_jobs import RayFuture, RayPool
+from papaya.sim.ray_jobs import RayFuture, RayPool, wait_for_one
 from papaya.study.workloads.base import Matrix
 from papaya.study.workloads.shipped_task import ShippedTask
 
-_Job = TypeVar("_Job", "ClientWork", "JudgedClient")
-_Result = TypeVar("_Result")
+_Client = TypeVar("_Client")
 
 _SHARES_PER_PROCESS: Final = 4
 
@@ -137,12 +138,40 @@ class ClientTrainer:
             raise
 
 
-class BegunShares:
-    """Clients that the workers train, in shares."""
+class _Share:
+    """Clients that one worker trains or judges, one after the other.
 
-    def __init__(
-        self, workers: TrainingWorkers, shares: Sequence[Future[TrainedClients] | RayFuture]
-    ) -> None:
+    What they need is read when the share is sent. If that fails, whoever asks for its result hears
+    of it.
+    """
+
+    def __init__(self, work: Callable[[Any], Any], read: Callable[[], Any]) -> None:
+        self._work = work
+        self._read = read
+        self.future: Future[Any] | RayFuture | None = None  # after it was sent
+        self._problem: Exception | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._problem is not None or (self.future is not None and self.future.done())
+
+    def send(self, pool: ProcessPoolExecutor | RayPool) -> None:
+        try:
+            self.future = pool.submit(self._work, self._read())
+        except Exception as problem:
+            self._problem = problem
+
+    def result(self) -> Any:
+        if self._problem is not None:
+            raise self._problem
+        assert self.future is not None
+        return self.future.result()
+
+
+class BegunShares:
+    """Clients that the workers train."""
+
+    def __init__(self, workers: TrainingWorkers, shares: list[_Share]) -> None:
         self._workers = workers
         self._shares = shares
 
@@ -150,19 +179,21 @@ class BegunShares:
         return self.result()[0]
 
     def result(self) -> TrainedClients:
-        parts = [self._workers.result(share) for share in self._shares]
+        parts: list[TrainedClients] = self._workers.results_of(self._shares)
         updates = [updates for updates, _ in parts]
         states = [state for _, states in parts for state in states]
         return np.concatenate([*updates, np.empty((0, self._workers.length), FLOAT32)]), states
 
     def cancel(self) -> None:
-        if not self._workers.is_broken:
-            for share in self._shares:
-                share.cancel()
+        self._workers.drop(self._shares)
 
 
 class TrainingWorkers:
-    """Other processes that train and judge clients. `close` ends them."""
+    """Other processes that train and judge clients. `close` ends them.
+
+    A few shares per process are sent at a time. The others wait here, where they can be dropped and
+    need no memory for examples.
+    """
 
     def __init__(
         self, loaded: LoadedTask, library: Library | None, processes: int, ray: str | None
@@ -170,73 +201,93 @@ class TrainingWorkers:
         self._shipped = ShippedTask.of(loaded)
         self._library = library
         self.length = loaded.manifest.length
-        # A process was killed: the pool ends all work, and fails if someone cancels some of it.
-        self.is_broken = False
         self._pool: ProcessPoolExecutor | RayPool
         if ray is not None:
             self._pool = RayPool(ray)
             self.count = self._pool.workers
         else:
-            self._pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+            self._pool = ProcessPoolExecutor(
+                processes, multiprocessing.get_context("spawn"), _ignore_interrupts
+            )
             self.count = processes
-        # What trains with these settings. A cluster is sent each of them once.
+        # What trains with these settings, encoded once, because it is sent with each share.
         self._trainings: dict[ClientSGD, Callable[[list[ClientWork]], TrainedClients]] = {}
+        self._waiting: deque[_Share] = deque()
+        self._sent: list[_Share] = []
 
-    def begin(self, work: list[ClientWork], sgd: ClientSGD, together: int) -> BegunShares:
-        """`together`: how many clients, with these, are begun at once."""
+    def parts(self, examples: Sequence[int], together: int) -> list[slice]:
+        """Neighbours together, so that they come back in order, and about as many examples each.
+        `together`: how many clients, with these, are begun at once.
+        """
+        if not examples:
+            return []
+        done = np.cumsum(examples)
+        count = min(len(examples), max(1, self._most_sent * len(examples) // together))
+        edges = np.searchsorted(done, done[-1] * np.arange(1, count) / count)
+        cuts = np.unique(np.concatenate([[0], edges, [len(examples)]])).tolist()
+        return [slice(first, last) for first, last in pairwise(cuts)]
+
+    def begin(self, reads: Sequence[Callable[[], list[ClientWork]]], sgd: ClientSGD) -> BegunShares:
+        """Train shares of clients, each of which is read when it is sent."""
         if sgd not in self._trainings:
-            # Encoded once, because it is sent with each share.
             encoded = msgspec.json.encode(sgd)
             self._trainings[sgd] = partial(_train, self._shipped, self._library, encoded)
-        count = self._most_shares * len(work) // max(1, together)
-        return BegunShares(self, self._submit(self._trainings[sgd], _shares(work, count)))
+        shares = [_Share(self._trainings[sgd], read) for read in reads]
+        self._waiting.extend(shares)
+        self._send()
+        return BegunShares(self, shares)
 
     def results(
         self, parameters: Vector, clients: list[JudgedClient], settings: ClientSGD
     ) -> Floats:
+        """What `ClientTrainer.results` returns. Goes before the training that waits."""
         judge = partial(judged_in_worker, self._shipped, self._library, parameters, settings)
-        shares = self._submit(judge, _shares(clients, self._most_shares))
-        return np.concatenate([self.result(share) for share in shares])
+        parts = self.parts([len(client.examples) for client in clients], len(clients))
+        shares = [_Share(judge, partial(part_of, clients, part)) for part in parts]
+        self._waiting.extendleft(reversed(shares))
+        return np.concatenate(self.results_of(shares))
 
-    def _submit(
-        self, work: Callable[[list[_Job]], _Result], shares: list[list[_Job]]
-    ) -> list[Future[_Result] | RayFuture]:
-        with self._noticing_the_killed():
-            return [self._pool.submit(work, share) for share in shares]
-
-    def result(self, share: Future[_Result] | RayFuture) -> _Result:
-        with self._noticing_the_killed():
-            result: _Result = share.result()
-        return result
-
-    @contextmanager
-    def _noticing_the_killed(self) -> Iterator[None]:
+    def results_of(self, shares: list[_Share]) -> list[Any]:
+        """In their order. Sends what waits while these are not done."""
+        self._send()
+        while not all(share.is_done for share in shares):
+            wait_for_one([share.future for share in self._sent if share.future is not None])
+            self._send()
         try:
-            yield
+            return [share.result() for share in shares]
         except BrokenProcessPool as error:
-            self.is_broken = True
             raise worker_killed("--training-processes") from error
 
+    def _send(self) -> None:
+        self._sent = [share for share in self._sent if not share.is_done]
+        while self._waiting and len(self._sent) < self._most_sent:
+            share = self._waiting.popleft()
+            share.send(self._pool)
+            if not share.is_done:
+                self._sent.append(share)
+
+    def drop(self, shares: list[_Share]) -> None:
+        """Those that were not sent yet; the others end by themselves."""
+        self._waiting = deque(share for share in self._waiting if share not in shares)
+
     @property
-    def _most_shares(self) -> int:
+    def _most_sent(self) -> int:
         return self.count * _SHARES_PER_PROCESS
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
 
-def _shares(work: list[_Job], count: int) -> list[list[_Job]]:
-    """Neighbours together, so that they come back in order, and about as many examples each."""
-    if not work:
-        return []
-    done = np.cumsum([len(job.examples) for job in work])
-    count = max(1, min(len(work), count))
-    edges = np.searchsorted(done, done[-1] * np.arange(1, count) / count)
-    cuts = np.unique(np.concatenate([[0], edges, [len(work)]])).tolist()
-    return [work[first:last] for first, last in pairwise(cuts)]
+def part_of(clients: list[_Client], part: slice) -> list[_Client]:
+    return clients[part]
 
 
 # -- in a worker ----------------------------------------------------------------------------------
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C is for the first process, which ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @cache

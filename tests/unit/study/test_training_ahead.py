@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.sim.draws import Ints
 from papaya.study import training_ahead
+from papaya.study.checkpoint import Checkpoints
 from papaya.study.replay import learn
 from papaya.study.trace import Trace
 from papaya.study.workloads.base import Clients, Matrix
@@ -135,6 +137,30 @@ def test_an_update_that_fails_ends_learning_at_its_own_version() -> None:
     assert curve.diverged == "it diverged"
     assert [point.version for point in curve.points] == [0, 1, 2, 3, 4, 5]
     assert later.cancelled
+
+
+class Stopped(Exception):
+    """The run is interrupted."""
+
+
+def test_a_run_that_is_resumed_has_the_same_numbers(tmp_path: Path) -> None:
+    trace, alone = a_trace(10, 4, stale=3), Kept(Pulled())
+    expected = learn(trace, alone, RATES)
+    checkpoint = tmp_path / "checkpoint"
+
+    def stop(version: int, model: Vector) -> None:
+        if version == 6:
+            raise Stopped
+
+    interrupted, resumed = Later(Pulled()), Later(Pulled())
+    with pytest.raises(Stopped):
+        learn(trace, interrupted, RATES, judged=stop, checkpoints=Checkpoints(checkpoint, 0.0))
+    assert interrupted.cancelled
+    found = learn(trace, resumed, RATES, checkpoints=Checkpoints(checkpoint, 0.0))
+    assert found == expected
+    np.testing.assert_array_equal(resumed.judged[-1], alone.judged[-1])
+    later = [device for version in range(6, 11) for device in members(trace, version)]
+    assert sorted(resumed.begun) == sorted(later)
 
 
 def test_what_nobody_needs_is_cancelled_when_the_target_is_reached() -> None:
