@@ -48,7 +48,8 @@ CREATE TABLE IF NOT EXISTS declined (
     at REAL NOT NULL
 ) STRICT, WITHOUT ROWID;
 """
-# A participation makes an earlier declined join void. 0.4.0 does not know the second table.
+# A participation makes an earlier declined join void. 0.4.0 does not know the second table, and
+# deletes nothing there.
 _SELECT = """
 SELECT participation.task, count, last_at, gap_s, max_count, at FROM participation
 LEFT JOIN declined ON declined.task = participation.task AND at > last_at
@@ -196,6 +197,8 @@ class DeviceHistory:
                 changed = self._file.change(_FIRST, *values)
             else:
                 changed = self._file.change(_NEXT, *values, new.count - 1)
+            if changed == 1:  # times do not tell which was first: the clock may have been ahead
+                self._file.change("DELETE FROM declined WHERE task = ?", task)
         if changed != 1:
             raise OperatorError(
                 f"another process used the history {self._file.path} for task {task}",

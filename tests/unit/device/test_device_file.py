@@ -57,6 +57,19 @@ def test_a_declined_join_survives_a_restart_and_ends_with_the_next_participation
         assert history.load(0.0).entries["a"] == next_one == Participated(2, 3500.0, 60.0, None)
 
 
+def test_a_participation_ends_a_declined_join_of_a_clock_that_was_ahead(tmp_path: Path) -> None:
+    with DeviceHistory(tmp_path / "device.db") as history:
+        history.remember("a", FIRST)
+        history.remember("b", FIRST)
+        history.remember_declined("a", 9000.0)
+        history.remember_declined("b", 9000.0)
+        history.remember("a", SECOND)  # at 2000, after the clock was set right
+        with pytest.raises(OperatorError):
+            history.remember("b", FIRST)  # no participation: nothing is forgotten
+        loaded = history.load(0.0).entries
+    assert loaded == {"a": SECOND, "b": structs.replace(FIRST, declined_at=9000.0)}
+
+
 def test_a_history_of_0_4_0_is_loaded(tmp_path: Path) -> None:
     """It knew no declined joins."""
     path = tmp_path / "device.db"
