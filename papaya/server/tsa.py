@@ -362,15 +362,15 @@ class TsaConnection:
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
             while b"\n" not in heard:
-                if selector.select(_POLL_S):
-                    if not (more := os.read(stdout.fileno(), 1 << 10)):
-                        raise Unavailable(f"the TSA did not start; its output is in {words}")
-                    heard += more
-                elif self._is_stopping.is_set():
+                if self._is_stopping.is_set():
                     raise _Stopping
-                elif time.monotonic() >= ends_at:
+                if time.monotonic() >= ends_at:
                     within = f"within {self._start_s:g} s"
                     raise Unavailable(f"the TSA did not start {within}; its output is in {words}")
+                if selector.select(_POLL_S):
+                    heard = os.read(stdout.fileno(), 1 << 10)
+                    if not heard:
+                        raise Unavailable(f"the TSA did not start; its output is in {words}")
 
     def _keep_from_0_4(self) -> None:
         """Keep an aggregator of 0.4.0 that stops from ending its child, which this server uses."""

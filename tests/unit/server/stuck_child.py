@@ -1,4 +1,4 @@
-"""A child TSA that is stopped before it prints its first line."""
+"""A child TSA that never prints its first line."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ PATIENCE_S = 60.0
 class StuckChild:
     """Replaces the program that servers of this process start as a TSA; `started` has all of them.
 
-    It says that it runs, and then stops itself: only SIGKILL ends it.
+    It says that it runs, and then stops itself: only SIGKILL ends it. Or it does what `then` says.
     """
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, then: str = "kill -STOP $$"
+    ) -> None:
         started: list[subprocess.Popen[bytes]] = []
 
         class Noted(subprocess.Popen[bytes]):
@@ -31,7 +33,8 @@ class StuckChild:
         self._told = folder / "told"
         os.mkfifo(self._told)
         program = folder / "program"
-        program.write_text(f"#!/bin/sh\necho > '{self._told}'\nkill -STOP $$\n")
+        # <> does not wait for a reader, and 3 stays open: or what was told would be lost.
+        program.write_text(f"#!/bin/sh\nexec 3<> '{self._told}'\necho >&3\n{then}\n")
         program.chmod(0o700)
         monkeypatch.setattr(sys, "executable", str(program))
         monkeypatch.setattr(subprocess, "Popen", Noted)

@@ -39,6 +39,10 @@ PARAMETERS = a_task()
 PATIENCE_S = 60.0
 SHORT_S = 0.2
 NEVER_S = 1e6
+# What a child does that does not start. The second one prints all the time, but never a whole line.
+STUCK = pytest.mark.parametrize(
+    "then", ["kill -STOP $$", "trap '' PIPE; while :; do printf ........; done 2> /dev/null"]
+)
 
 
 class Clock:
@@ -181,10 +185,11 @@ def another_starts(data: Path) -> Iterator[None]:
         yield
 
 
+@STUCK
 def test_a_child_that_never_says_that_it_listens_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck = StuckChild(tmp_path, monkeypatch)
+    stuck = StuckChild(tmp_path, monkeypatch, then)
     connection = a_connection(Clock(), tmp_path, start_s=SHORT_S)
     with pytest.raises(Unavailable, match=r"did not start within 0\.2 s; its output is in .*log"):
         connection.register(PARAMETERS)
@@ -196,11 +201,15 @@ def test_a_child_that_never_says_that_it_listens_is_killed(
     connection.close()
 
 
+@STUCK
 @pytest.mark.parametrize("end", [TsaConnection.stop, TsaConnection.close])
 def test_a_stop_does_not_wait_for_a_child_that_starts(
-    end: Callable[[TsaConnection], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: Callable[[TsaConnection], None],
+    then: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stuck = StuckChild(tmp_path, monkeypatch)
+    stuck = StuckChild(tmp_path, monkeypatch, then)
     connection = a_connection(Clock(), tmp_path, start_s=NEVER_S)
     with ThreadPoolExecutor() as threads:
         asking = threads.submit(connection.register, PARAMETERS)
