@@ -68,7 +68,7 @@ _ATTEMPTS = 5
 _PROBE_S = 1.0  # between attempts to reach a TSA that does not answer
 _START_S = 60.0  # for the child to listen, and for another aggregator to start it
 _END_S = 5.0  # for the child to end by itself
-_RELEASE_S = 15.0  # for another aggregator to start the child or to end it, if this one stops
+_RELEASE_S = 20.0  # more than another aggregator needs to end a frozen child: three times _END_S
 _POLL_S = 0.02
 
 
