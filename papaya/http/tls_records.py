@@ -1,9 +1,9 @@
 """Ends connections of TLS whose peers send many records in a row that carry no data.
 
-OpenSSL answers such records itself: key updates of TLS 1.3, refused renegotiations of TLS 1.2. One
-call of SSL_read goes on as long as the peer sends them, 12 µs each, and nobody else is served. It
-has no limit on them, and Python offers no way to make SSL_read return. So a callback that OpenSSL
-calls for each record counts them, and aborts the TCP connection under it.
+OpenSSL handles such records itself, for example key updates of TLS 1.3. One call of SSL_read goes
+on as long as the peer sends these, 12 µs each, and nobody else is served. It has no limit on them,
+and Python offers no way to make SSL_read return. So a callback that OpenSSL calls for each record,
+of whatever type, counts them, and aborts the TCP connection under it.
 """
 
 from __future__ import annotations

@@ -466,6 +466,40 @@ def test_a_peer_that_sends_many_records_without_data_is_cut_off(
     run(main(), loop)
 
 
+def a_hello(context: ssl.SSLContext, record_bytes: int) -> bytes:
+    """The first message of a client, in records of this length."""
+    sent = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost").do_handshake()
+    whole = sent.read()
+    head, message = whole[:3], whole[5:]
+    parts = [message[at : at + record_bytes] for at in range(0, len(message), record_bytes)]
+    return b"".join(head + struct.pack(">H", len(part)) + part for part in parts)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("record_bytes", [2, 1000])
+def test_a_peer_that_sends_many_records_in_a_handshake_is_cut_off(
+    loop: str, record_bytes: int, contexts: Contexts
+) -> None:
+    async def main() -> None:
+        ours, theirs = tcp_pair()
+        with theirs:
+            theirs.sendall(a_hello(contexts[1], record_bytes))
+            theirs.settimeout(60)
+            opening = asyncio.create_task(start_tls(ours, contexts[0], Recorder, timeout_s=60))
+            answer = asyncio.to_thread(theirs.recv, 1)
+            if record_bytes > 2:
+                assert await answer == b"\x16"  # the server's hello
+            else:
+                with pytest.raises(ConnectionResetError):
+                    await answer
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+
+    run(main(), loop)
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_what_the_kernel_stores_does_not_count_as_taken_by_the_peer(
     loop: str, contexts: Contexts
