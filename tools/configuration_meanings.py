@@ -183,7 +183,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "max_connections_per_address": "Connections to the device listener from one client address "
         "at a time; IPv6 addresses count by their /64. Mobile carriers put many devices behind one "
         "address. Raise it if all devices come through a proxy that does not speak the PROXY "
-        "protocol.",
+        "protocol. None: 1,000, or fewer if `max_connections` or the limit on open files is low, "
+        "so that one address cannot take all places. A number that you set is not lowered.",
         "proxies": "Addresses or networks of the load balancers in front of the device listener. "
         "They must send the PROXY protocol (version 1 or 2), which tells the client's address.",
         "drain_s": "How long a stopping server waits for uploads under way.",

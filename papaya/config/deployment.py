@@ -74,7 +74,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     fold_threads: int | None = None
     upload_memory_mb: int = 1024
     max_connections: int = 5_000
-    max_connections_per_address: int = 1_000
+    max_connections_per_address: int | None = None
     proxies: tuple[str, ...] = ()
     drain_s: float = 10.0
     webhooks: tuple[str, ...] = ()
@@ -111,10 +111,11 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 "groups are server_optimizers, aggregation_rules and staleness_functions, for "
                 'example extensions = ["server_optimizers:lamb"]',
             )
-        if self.fold_threads is not None:
-            require_count("fold_threads", self.fold_threads)
-        for field in ("upload_memory_mb", "max_connections", "max_connections_per_address"):
+        for field in ("upload_memory_mb", "max_connections"):
             require_count(field, getattr(self, field))
+        for field in ("fold_threads", "max_connections_per_address"):
+            if (count := getattr(self, field)) is not None:
+                require_count(field, count)
         require_positive_s("drain_s", self.drain_s)
 
     def _check_addresses(self) -> None:

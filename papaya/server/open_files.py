@@ -18,6 +18,7 @@ logger = logging.getLogger("papaya.server")
 RESERVED = 256  # for stores, connections to other servers, threads
 LEAST = 512  # fewer are not enough for a server
 PLENTY = 1 << 20  # instead of "unlimited"
+PER_ADDRESS = 1_000
 
 
 def raise_limit() -> int:
@@ -46,3 +47,11 @@ def connections_within(limit: int, wanted: int, listeners: int) -> int:
             hint="ulimit -n 65536, or LimitNOFILE=65536 in its systemd unit",
         )
     return min(wanted, (limit - RESERVED - listeners * MAX_REFUSED) // (listeners + 1))
+
+
+def connections_of_one_address(places: int) -> int:
+    """Unless an operator says how many: with those being refused, about half of all places.
+
+    With few places, those being refused may take more: they end soon.
+    """
+    return max(1, min(PER_ADDRESS, max(places // 4, places // 2 - MAX_REFUSED)))

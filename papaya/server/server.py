@@ -81,7 +81,7 @@ from papaya.server.metrics import (
     watch_process,
 )
 from papaya.server.node_names import NodeNames
-from papaya.server.open_files import connections_within
+from papaya.server.open_files import connections_of_one_address, connections_within
 from papaya.server.peers import message_route
 from papaya.server.replies import STARTING, WaitingDevice, blame_peer, problem, retry_after_s
 from papaya.server.resources import Resources
@@ -125,7 +125,8 @@ class Server:
             listeners = 1 + self._serves_devices + (not self._names.is_alone)
             most = connections_within(open_files, most, listeners)
         self._limits = ListenerLimits(max_connections=most)
-        each = deployment.max_connections_per_address
+        if (each := deployment.max_connections_per_address) is None:
+            each = connections_of_one_address(most)
         self._device_limits = ListenerLimits(max_connections=most, max_connections_per_address=each)
         self._listeners: list[Listener] = []
         self._hooks: list[Webhook] = []

@@ -23,7 +23,10 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 def flood(stack: ExitStack, server: ServerProcess, address: tuple[str, int]) -> None:
-    """Silent connections, until the listener refuses some. Those after them are not accepted."""
+    """Silent connections, until the listener refuses some.
+
+    Those after them are closed where addresses are limited, and elsewhere not accepted.
+    """
     before = server.text().count(REFUSED)
     for _ in range(OPEN_FILES // 3):
         stack.enter_context(socket.create_connection(address))
@@ -53,6 +56,10 @@ def test_silent_connections_leave_files_for_storage(tmp_path: Path) -> None:
         stack.callback(admin.close)
         assert admin.ask("GET", "/health")[0] == 200
         flood(stack, server, devices)
+        other = http.client.HTTPConnection(*devices, timeout=120, source_address=("127.0.0.2", 0))
+        stack.callback(other.close)
+        other.request("GET", "/nowhere")
+        assert other.getresponse().status == 404  # the flood has not taken all places
         flood(stack, server, own)
         files = len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
         assert files < OPEN_FILES - 200

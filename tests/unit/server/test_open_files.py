@@ -8,7 +8,13 @@ import pytest
 
 from papaya.errors import OperatorError
 from papaya.http.acceptor import MAX_REFUSED
-from papaya.server.open_files import LEAST, RESERVED, connections_within, raise_limit
+from papaya.server.open_files import (
+    LEAST,
+    RESERVED,
+    connections_of_one_address,
+    connections_within,
+    raise_limit,
+)
 
 
 def test_the_limit_is_raised_as_far_as_it_goes() -> None:
@@ -31,6 +37,15 @@ def test_all_listeners_together_leave_files_for_everything_else(limit: int, list
 
 def test_what_fits_is_given() -> None:
     assert connections_within(1 << 20, 20_000, 3) == 20_000
+
+
+@pytest.mark.parametrize(
+    ("places", "each"), [(5000, 1000), (2128, 1000), (900, 386), (256, 64), (200, 50), (1, 1)]
+)
+def test_one_address_takes_about_half_of_all_places(places: int, each: int) -> None:
+    assert connections_of_one_address(places) == each
+    if places > 150:
+        assert each + MAX_REFUSED <= 0.6 * places
 
 
 def test_a_process_that_may_open_too_little_is_refused() -> None:
