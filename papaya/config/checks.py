@@ -28,7 +28,7 @@ def require(holds: bool, field: str, value: object, problem: str, remedy: str) -
 def require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
     """Decoding a file checks it too; a configuration made in Python is only checked here."""
     if value not in choices:
-        meant = get_close_matches(str(value), choices, n=1, cutoff=0.4)
+        meant = get_close_matches(str(value).lower(), choices, n=1, cutoff=0.4)
         remedy = f"did you mean {meant[0]!r}?" if meant else f"for example {choices[0]!r}"
         raise ConfigError.of(field, value, f"is not one of {', '.join(choices)}", remedy)
 

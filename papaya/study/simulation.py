@@ -19,13 +19,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    Protocol,
+    TypeAlias,
+    get_args,
+    runtime_checkable,
+)
 
 import msgspec
 import numpy as np
 from msgspec import structs
 
-from papaya.config.checks import require
+from papaya.config.checks import require, require_choice
 from papaya.errors import InvariantError, OperatorError
 from papaya.learning.checkpoint_files import encode_named
 from papaya.learning.parameters import FLOAT32, Manifest, Vector
@@ -261,6 +270,7 @@ def run_of(
 ) -> Run:
     """The run of a workload with what is set (`VARIABLES` in sweep.py); the rest is its own."""
     chosen = regime or regime_of(prepared.task)
+    require_choice("regime", chosen, get_args(Regime))
     for name, belongs_to in OF_ONE_REGIME.items():
         problem = f"has an effect only with the regime {belongs_to}"
         remedy = f"leave it out, or use the regime {belongs_to}"

@@ -28,7 +28,7 @@ from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import UNSET, Struct, structs
@@ -42,7 +42,7 @@ from papaya.config import (
     TaskConfig,
     Weighting,
 )
-from papaya.config.checks import require
+from papaya.config.checks import require, require_choice
 from papaya.errors import ConfigError
 from papaya.learning.definition import ADAM_DEFAULTS, ClientSGD
 from papaya.learning.entry_points import load_used
@@ -125,6 +125,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     population: PopulationConfig = DEFAULT
 
     def __post_init__(self) -> None:
+        for regime in self.regimes:
+            require_choice("regime", regime, get_args(Regime))
         for name, values in self.vary.items():
             known = (*VARIABLES, *FIELDS)
             if name not in known and (meant := _alike(name, values)):

@@ -190,6 +190,8 @@ def test_a_sweep_does_not_take_results_of_another_task_of_a_notebook(tmp_path: P
         ({"clients": [[b"{}", b"{}"]]}, "all examples of the 1 client are held out"),
         ({"clients": some_clients(), "updates": "50"}, "updates = '50': must be a number"),
         ({"clients": some_clients(), "hours": "two"}, "hours = 'two': must be a number"),
+        ({"clients": some_clients(), "regime": "SyncFL"}, "regime = 'SyncFL': is not one of"),
+        ({"clients": some_clients(), "steps": "fast"}, "steps = 'fast': is not one of"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], problem: str) -> None:
