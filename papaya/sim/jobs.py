@@ -93,6 +93,7 @@ def mapping(jobs: int, ray: str | None = None) -> Iterator[Map]:
     watched, held = spawn.Pipe(duplex=False)
     done = spawn.Value("d", 0.0)
     pool = ProcessPoolExecutor(jobs, spawn, _prepare, (watched, done))
+    has_worked = False
 
     def mapped(
         work: Callable[..., Any],
@@ -102,6 +103,7 @@ def mapping(jobs: int, ray: str | None = None) -> Iterator[Map]:
     ) -> Iterator[Any]:
         work = _in_folder(work, files)
         called = work if hear is None else partial(_tell_parent, work)
+        nonlocal has_worked
         futures: list[Future[Any]] = []
         try:
             reader = (
@@ -109,11 +111,13 @@ def mapping(jobs: int, ray: str | None = None) -> Iterator[Map]:
             )  # before any work reports
             futures += [pool.submit(called, item) for item in items]
             for ended in _as_they_end(futures, reader):
-                yield ended.result()
+                result = ended.result()
+                has_worked = True
+                yield result
         except BrokenProcessPool as error:
             # The pool ends them itself. In Python 3.11 it fails if someone cancels one meanwhile.
             futures.clear()
-            raise worker_killed("--jobs") from error
+            raise worker_killed("--jobs", has_worked) from error
         finally:
             for future in futures:
                 future.cancel()  # the caller needs no more results
@@ -129,11 +133,18 @@ def mapping(jobs: int, ray: str | None = None) -> Iterator[Map]:
         watched.close()
 
 
-def worker_killed(option: str) -> OperatorError:
-    """`option` says how many processes there are."""
+def worker_killed(option: str, has_worked: bool) -> OperatorError:
+    """`option` says how many processes there are; `has_worked`: whether one has done anything."""
+    if not has_worked:
+        return OperatorError(
+            "a worker process ended before any had done its work",
+            hint="see its messages above. In a script, put the call under `if __name__ == "
+            f'"__main__":`. If the machine ran out of memory, lower {option}',
+        )
     return OperatorError(
         "a worker process was killed, probably because the machine ran out of memory",
-        hint=f"lower {option}: each process needs its own memory",
+        hint=f"lower {option}: each process needs its own memory. Then do the same again: what was "
+        "kept is not repeated",
     )
 
 
@@ -205,10 +216,14 @@ class _Worker:
 
 
 def _prepare(watched: Connection, done: Synchronized[float]) -> None:
-    """Ignore Ctrl-C: the parent ends its workers."""
     _Worker.done = done
+    end_with_parent(watched)
+
+
+def end_with_parent(watched: Connection) -> None:
+    """Exit when the parent closes the other end or dies. Ignore Ctrl-C, which is for the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Thread(target=_end_with_parent, args=(watched,), daemon=True).start()
+    Thread(target=_exit_at_end, args=(watched,), daemon=True).start()
 
 
 def _tell_parent(work: Callable[..., Any], item: Any) -> Any:
@@ -219,7 +234,7 @@ def _tell_parent(work: Callable[..., Any], item: Any) -> Any:
     return work(item, tell=tell)
 
 
-def _end_with_parent(watched: Connection) -> None:
+def _exit_at_end(watched: Connection) -> None:
     with suppress(EOFError):
         watched.recv_bytes()  # nothing is ever sent
     os._exit(1)

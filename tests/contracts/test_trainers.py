@@ -6,10 +6,14 @@ within rounding.
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -320,18 +324,61 @@ def test_learning_in_processes_ends_where_it_ends_in_one(line: LoadedTask) -> No
     assert judged_versions(2, 100.0) == judged_versions(1, 100.0) == [*range(4)]
 
 
-def test_a_killed_worker_is_reported(tmp_path: Path) -> None:
-    path = tmp_path / "kills.py"
-    path.write_text(f"import os, signal\n{TASK}".replace(
-        "def batch(examples):", "def batch(examples):\n    os.kill(os.getpid(), signal.SIGKILL)"
-    ))  # fmt: skip
-    killed = load_task(path)
-    with TorchWorkload(killed, rows_of, some_clients(5), processes=2) as workload:
+def test_a_killed_worker_is_reported(line: LoadedTask) -> None:
+    with TorchWorkload(line, rows_of, some_clients(5), processes=2) as workload:
         clients, model = some_clients(), workload.initial(0)
-        start = np.zeros(len(clients), np.int64)
+        start, sgd = np.zeros(len(clients), np.int64), ClientSGD(rate=0.1)
+        workload.train([model], start, clients, sgd)
+        for worker in active_children():
+            worker.kill()
         with pytest.raises(OperatorError, match="worker process was killed") as refused:
-            workload.train([model], start, clients, ClientSGD(rate=0.1))
+            workload.train([model], start, clients, sgd)
     assert "--training-processes" in str(refused.value.hint)
+
+
+def test_workers_that_cannot_start_are_reported_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "kills.py"
+    kill = "def batch(examples):\n    os.kill(os.getpid(), signal.SIGKILL)"
+    path.write_text("import os, signal\n" + TASK.replace("def batch(examples):", kill))
+    with (
+        TorchWorkload(load_task(path), rows_of, some_clients(5), processes=2) as workload,
+        pytest.raises(OperatorError, match="ended before any had done its work") as refused,
+    ):
+        workload.evaluate(workload.initial(0))
+    assert '__name__ == "__main__"' in str(refused.value.hint)
+
+
+def test_workers_end_with_their_parent(line: LoadedTask, tmp_path: Path) -> None:
+    """Also if it is killed, and without waiting for what they are doing if it fails."""
+    program = f"""
+from multiprocessing import active_children
+from os import getpid, kill
+from pathlib import Path
+from signal import SIGKILL
+from papaya.learning.task import load_task
+from papaya.study.workloads.torch_task import TorchWorkload
+from tests.contracts.test_trainers import rows_of, some_clients
+
+if __name__ == "__main__":
+    line = load_task(Path({str(line.path)!r}))
+    workload = TorchWorkload(line, rows_of, some_clients(5), processes=2)
+    workload.evaluate(workload.initial(0))
+    print(*(worker.pid for worker in active_children()), flush=True)
+    kill(getpid(), SIGKILL)
+"""
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    # The workers hold the other end of its output: it ends when the last of them has exited.
+    killed = subprocess.run(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        check=False,
+        timeout=300,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert len(killed.stdout.split()) == 2
 
 
 def test_a_torch_task_that_changed_is_refused_by_a_worker(line: LoadedTask) -> None:

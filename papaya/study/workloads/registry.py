@@ -16,13 +16,13 @@ from difflib import get_close_matches
 from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 import numpy as np
 from msgspec import Struct, structs
 
 from papaya.config import OptimizerConfig, TaskConfig
-from papaya.config.checks import require
+from papaya.config.checks import require, require_choice
 from papaya.errors import CannotCompile, ConfigError, Diverged, OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.entry_points import load_used
@@ -71,7 +71,7 @@ Steps: TypeAlias = Literal["eager", "compiled", "auto"]
 class SupportsClose(Protocol):
     """A workload that has processes."""
 
-    def close(self) -> None: ...
+    def close(self, *, at_once: bool = False) -> None: ...
 
 
 class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,6 +89,9 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
     judges: int = MOST_JUDGES
     steps: Steps = "eager"
     settings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_choice("steps", self.steps, get_args(Steps))
 
     @property
     def is_built_in(self) -> bool:
@@ -136,12 +139,13 @@ class Prepared:
     @contextmanager
     def opened(self, seed: int, processes: int = 1, ray: str | None = None) -> Iterator[Workload]:
         """The workload; its processes end with the context. `ray` is the address of a cluster."""
-        workload = self.make(seed, processes, ray)
+        workload, is_over = self.make(seed, processes, ray), False
         try:
             yield workload
+            is_over = True
         finally:
             if isinstance(workload, SupportsClose):
-                workload.close()
+                workload.close(at_once=not is_over)
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,12 +105,12 @@ class TorchWorkload:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(at_once=error is not None)
 
-    def close(self) -> None:
-        """End the worker processes."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the worker processes. `at_once`: without waiting for what they are doing."""
         if self._workers is not None:
-            self._workers.close()
+            self._workers.close(at_once=at_once)
 
     @property
     def name(self) -> str:

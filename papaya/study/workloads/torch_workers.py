@@ -7,7 +7,6 @@ Work is sent in shares: examples as bytes, and each model once per share.
 from __future__ import annotations
 
 import multiprocessing
-import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -31,7 +31,7 @@ from papaya.learning.torch.compiled_engine import CompiledEngine
 from papaya.learning.torch.compiled_gradient import Library
 from papaya.learning.torch.engine import TorchEngine
 from papaya.sim.draws import Floats
-from papaya.sim.jobs import worker_killed
+from papaya.sim.jobs import end_with_parent, worker_killed
 from papaya.sim.ray_jobs import RayFuture, RayPool, wait_for_one
 from papaya.study.workloads.base import Matrix
 from papaya.study.workloads.shipped_task import ShippedTask
@@ -202,18 +202,20 @@ class TrainingWorkers:
         self._library = library
         self.length = loaded.manifest.length
         self._pool: ProcessPoolExecutor | RayPool
+        self._pipe: tuple[Connection, ...] = ()  # its second end keeps local processes alive
         if ray is not None:
             self._pool = RayPool(ray)
             self.count = self._pool.workers
         else:
-            self._pool = ProcessPoolExecutor(
-                processes, multiprocessing.get_context("spawn"), _ignore_interrupts
-            )
+            spawn = multiprocessing.get_context("spawn")
+            self._pipe = spawn.Pipe(duplex=False)
+            self._pool = ProcessPoolExecutor(processes, spawn, end_with_parent, self._pipe[:1])
             self.count = processes
         # What trains with these settings, encoded once, because it is sent with each share.
         self._trainings: dict[ClientSGD, Callable[[list[ClientWork]], TrainedClients]] = {}
         self._waiting: deque[_Share] = deque()
         self._sent: list[_Share] = []
+        self._has_worked = False
 
     def parts(self, examples: Sequence[int], together: int) -> list[slice]:
         """Neighbours together, so that they come back in order, and about as many examples each.
@@ -254,9 +256,11 @@ class TrainingWorkers:
             wait_for_one([share.future for share in self._sent if share.future is not None])
             self._send()
         try:
-            return [share.result() for share in shares]
+            results = [share.result() for share in shares]
         except BrokenProcessPool as error:
-            raise worker_killed("--training-processes") from error
+            raise worker_killed("--training-processes", self._has_worked) from error
+        self._has_worked = True
+        return results
 
     def _send(self) -> None:
         self._sent = [share for share in self._sent if not share.is_done]
@@ -274,8 +278,16 @@ class TrainingWorkers:
     def _most_sent(self) -> int:
         return self.count * _SHARES_PER_PROCESS
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
+        """`at_once`: without waiting for what the processes are doing."""
+        if at_once:
+            self._close_pipe()
         self._pool.shutdown(cancel_futures=True)
+        self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        for end in self._pipe:
+            end.close()
 
 
 def part_of(clients: list[_Client], part: slice) -> list[_Client]:
@@ -283,11 +295,6 @@ def part_of(clients: list[_Client], part: slice) -> list[_Client]:
 
 
 # -- in a worker ----------------------------------------------------------------------------------
-
-
-def _ignore_interrupts() -> None:
-    """Ctrl-C is for the first process, which ends the others."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @cache
