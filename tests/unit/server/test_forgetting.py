@@ -11,25 +11,17 @@ import pytest
 
 from papaya.aggregator.tsa import TsaAdapter, TsaEvidence
 from papaya.aggregator.work import Forget
-from papaya.config import AsyncFL, Deployment, SecureAggregation, TaskConfig
+from papaya.config import Deployment
 from papaya.server.buffers import BufferPool
 from papaya.server.tsa import TsaConnection
 from papaya.server.workers import Workers, threaded_shards
 from papaya.tsa.errors import RefusalReason, TsaRefused
-from tests.unit.server.worker_builders import CHUNK_BYTES, PATIENCE_S, MemoryBlobs
+from tests.unit.server.worker_builders import CHUNK_BYTES, PATIENCE_S, SECURE, MemoryBlobs
 from tests.unit.tsa.running import CLUSTER, running
 
-CONFIG = TaskConfig(
-    task="next-word",
-    concurrency=20,
-    model_length=8,
-    regime=AsyncFL(aggregation_goal=2),
-    clip=1.0,
-    secure_aggregation=SecureAggregation(),
-)
-assert CONFIG.public_parameters is not None
-PARAMETERS = CONFIG.public_parameters
-FORGET = Forget(CONFIG)
+assert SECURE.public_parameters is not None
+PARAMETERS = SECURE.public_parameters
+FORGET = Forget(SECURE)
 
 
 class Telling(TsaConnection):

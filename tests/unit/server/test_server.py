@@ -18,7 +18,7 @@ import pytest
 from papaya import __version__
 from papaya.aggregator.work import GetOffers
 from papaya.clock import Clock
-from papaya.config import AsyncFL, Deployment, SecureAggregation, ServerConfig, TaskConfig
+from papaya.config import Deployment, ServerConfig
 from papaya.config.deployment import ROLES, Role
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.http.pool import ConnectionPool
@@ -42,6 +42,7 @@ from papaya.store.state import SqliteState
 from tests.system.tls import Authority
 from tests.unit.http.loopback import a_client, a_request
 from tests.unit.server.stuck_child import StuckChild
+from tests.unit.server.worker_builders import SECURE
 
 FAST = ServerConfig(heartbeat_s=0.2)
 DEADLINE_S = 60.0
@@ -93,16 +94,6 @@ def test_a_stopped_server_leaves_no_lock_to_a_child_that_was_just_forked(tmp_pat
             os.close(childs)
 
     asyncio.run(run())
-
-
-SECURE = TaskConfig(
-    task="next-word",
-    concurrency=20,
-    model_length=8,
-    regime=AsyncFL(aggregation_goal=2),
-    clip=1.0,
-    secure_aggregation=SecureAggregation(),
-)
 
 
 def test_a_server_stops_while_its_tsa_is_stuck_in_its_start(

@@ -12,7 +12,7 @@ import numpy as np
 from papaya.aggregator.masked_sum import Tsa
 from papaya.aggregator.shards import Pieces, Shards, initial_blobs
 from papaya.aggregator.work import Fold, Keep, Snapshot, Snapshotted, Step
-from papaya.config import AsyncFL, OptimizerConfig, TaskConfig
+from papaya.config import AsyncFL, OptimizerConfig, SecureAggregation, TaskConfig
 from papaya.errors import MissingBlob
 from papaya.learning.kernels import NUMPY, Kernel
 from papaya.learning.parameters import FLOAT32, Tensor, Vector
@@ -39,6 +39,14 @@ def a_task(task: TaskId) -> TaskConfig:
 
 
 WORDS, OTHER = a_task("words"), a_task("other")
+SECURE = TaskConfig(
+    task="next-word",
+    concurrency=20,
+    model_length=8,
+    regime=AsyncFL(aggregation_goal=2),
+    clip=1.0,
+    secure_aggregation=SecureAggregation(),
+)
 SNAPSHOT = Snapshot("words", 1, (1,))
 
 
