@@ -113,7 +113,8 @@ def simulate(
     `updates` client updates or `hours` of virtual time; without both, after 5,000 updates.
 
     With `output`, everything is written there, and a call that was interrupted resumes. Clients
-    train in so many `processes`, or on the Ray cluster with the address `ray`.
+    train in so many `processes`, or on the Ray cluster with the address `ray`. Processes above 1
+    import the program again: a script keeps its own work under `if __name__ == "__main__"`.
     """
     setting = {
         "concurrency": concurrency,
