@@ -349,6 +349,7 @@ async def start_tls(
     if server_hostname is None:
         count_records(context)
     try:
+        connection.getpeername()  # if the peer has reset it, `wrap_socket` would leave it open
         tls = context.wrap_socket(
             connection,
             server_side=server_hostname is None,

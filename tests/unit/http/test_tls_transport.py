@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import ssl
@@ -269,6 +270,21 @@ def test_a_silent_handshake_ends_in_time_and_closes_the_socket(
         theirs.close()
 
     run(main(), loop)
+
+
+def test_a_connection_that_was_reset_before_the_handshake_is_closed(contexts: Contexts) -> None:
+    """As health checks of load balancers do. A socket that is left open warns when it is freed."""
+
+    async def main() -> None:
+        ours, theirs = tcp_pair()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()
+        with pytest.raises(OSError, match="not connected"):
+            await start_tls(ours, contexts[0], Recorder, timeout_s=60)
+        assert ours.fileno() == -1
+
+    run(main())
+    gc.collect()
 
 
 def test_closing_with_unsent_bytes_does_not_watch_for_more(contexts: Contexts) -> None:
