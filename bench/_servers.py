@@ -9,6 +9,8 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
+import shutil
 import socket
 import ssl
 import subprocess
@@ -28,6 +30,7 @@ from papaya.learning.parameters import Vector
 
 PAPAYA = str(Path(sys.executable).with_name("papaya"))
 ANY_PORT = "127.0.0.1:0"
+_BALANCER = Path(__file__).parents[1] / "deploy" / "haproxy" / "haproxy.cfg"
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PATIENCE_S = 60.0
 _POLL_S = 0.05
@@ -124,11 +127,13 @@ def running(
     selectors: int = 1,
     aggregators: int = 1,
     direct: bool = False,
+    routed: bool = False,
     **settings: object,
 ) -> Iterator[Servers]:
     """All roles in one process, or each in its own, with nothing on disk before or after.
 
-    `direct`: devices upload to the aggregators themselves.
+    `direct`: devices upload to the aggregators themselves. `routed`: they upload to the only
+    aggregator through haproxy, which finds it by its name and passes TLS on.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="papaya-bench-")))
@@ -149,13 +154,48 @@ def running(
                     own = deployment
                     if direct and role == "aggregator":
                         own = _with_upload_url(deployment)
+                    elif routed and role == "aggregator":
+                        own = _behind_balancer(stack, servers, folder, deployment)
                     _start(stack, servers, folder, own, name)
         yield servers
 
 
-def _with_upload_url(deployment: Deployment) -> Deployment:
+def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        where = f"127.0.0.1:{free.getsockname()[1]}"
+        port: int = free.getsockname()[1]
+        return port
+
+
+def _behind_balancer(
+    stack: ExitStack, servers: Servers, folder: Path, deployment: Deployment
+) -> Deployment:
+    """With the configuration of haproxy that we ship, and one aggregator, named localhost."""
+    program = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    require(program is not None, "haproxy is not installed (hint: apt-get install haproxy)")
+    port, aggregator = _free_port(), f"127.0.0.1:{_free_port()}"
+    text = _BALANCER.read_text(encoding="ascii")
+    for shipped, own in (
+        ("bind :443", f"bind 127.0.0.1:{port}"),
+        ("aggregator-1.uploads.example", "localhost"),
+        ("aggregator-1.internal:8750", aggregator),
+    ):
+        require(shipped in text, f"{_BALANCER} has no {shipped}")
+        text = text.replace(shipped, own)
+    # The others do not run here.
+    text = re.sub(r"(?:selector|aggregator)-\d\.internal:8750", "127.0.0.1:1", text)
+    file = folder / "haproxy.cfg"
+    file.write_text(text, encoding="ascii")
+    process = subprocess.Popen([str(program), "-q", "-db", "-f", str(file)])
+    stack.callback(_stop, process)
+    servers.pids["haproxy"] = process.pid
+    url = f"https://localhost:{port}"
+    return msgspec.structs.replace(
+        deployment, devices=aggregator, upload_url=url, proxies=("127.0.0.1",)
+    )
+
+
+def _with_upload_url(deployment: Deployment) -> Deployment:
+    where = f"127.0.0.1:{_free_port()}"
     scheme = "http" if deployment.tls_certificate is None else "https"
     url = f"{scheme}://{where}"
     return msgspec.structs.replace(deployment, devices=where, upload_url=url)
@@ -165,7 +205,7 @@ def make_certificate(folder: Path) -> dict[str, str]:
     """The settings of servers on this machine with TLS: one certificate, its own authority."""
     certificate, key = str(folder / "certificate.pem"), str(folder / "key.pem")
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
-    names = ["-subj", "/CN=bench", "-addext", "subjectAltName=IP:127.0.0.1"]
+    names = ["-subj", "/CN=bench", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
     subprocess.run(
         [*command.split(), *names, "-keyout", key, "-out", certificate],
         check=True,

@@ -1,6 +1,6 @@
 """Claim: TLS costs the servers little more CPU than the bytes themselves cost OpenSSL.
 
-The same uploads as in `data_plane.py`, over TLS, in four arrangements. The peer is a small program
+The same uploads as in `data_plane.py`, over TLS, in five arrangements. The peer is a small program
 in C that receives the same bytes over as many TLS connections and drops them (`_bare_tls.c`,
 compiled here; it needs gcc and OpenSSL's headers). Server CPU per update of 20 MiB ÷ that of the
 peer, in turns within one run:
@@ -9,6 +9,10 @@ peer, in turns within one run:
     selector and aggregator, uploads to the aggregator    at most 2.5
     selector and aggregator, TLS for devices only         at most 2.5
     selector and aggregator, TLS on both hops             at most 4
+    haproxy passes TLS on to the aggregator               at most 4
+
+In the last one, both hops of an upload are under TLS too, and only the aggregator decrypts it
+(`deploy/haproxy/haproxy.cfg`). haproxy and a selector for everything else are counted.
 
 The servers also check, fold, make durable and count every update; the final model is asserted. Run
 as `python bench/tls.py`, or with the names of cases; prints one JSON line per case.
@@ -78,6 +82,7 @@ def main(cases: list[str]) -> None:
             ("direct to the aggregator", {"apart": True, "direct": True}, PLAIN_INSIDE),
             ("plain between them", {"apart": True, "servers_tls": False}, PLAIN_INSIDE),
             ("TLS on both hops", {"apart": True}, BOTH_HOPS),
+            ("TLS passed on by haproxy", {"apart": True, "routed": True}, BOTH_HOPS),
         ):
             if cases and case not in cases:
                 continue
