@@ -36,7 +36,7 @@ from papaya.errors import OperatorError
 from papaya.progress import elapsed
 from papaya.sim.report import percent
 from papaya.study.lab import LabStep
-from papaya.study.run import DEFAULT_UPDATES, most_updates
+from papaya.study.run import most_updates
 from papaya.study.run_warnings import before_sweep, ended_early_in_sweep
 from papaya.study.sweep import (
     FIELDS,
@@ -201,7 +201,7 @@ def _plan(options: SweepOptions) -> Plan:
             raise OperatorError(f"--vary {name} is given twice", hint=f"--vary {name}=A,B,C")
         vary[name] = values
     return Plan(
-        workload=options.workload_spec(options.workload, options.updates or DEFAULT_UPDATES),
+        workload=options.workload_spec(options.workload, options.updates),
         vary=vary,
         regimes=options.regime,
         seeds=tuple(range(1, options.seeds + 1)),

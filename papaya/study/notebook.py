@@ -18,7 +18,8 @@ cannot be repeated from their output folder.
 `clients` is the data: words as for `--data`; a DataFrame or a dataset of Hugging Face or torch with
 a `partition`; a mapping from the names of clients to lists of examples (bytes), or just the lists;
 or a `Source`. `population` is a `PopulationConfig`, or the number of devices. `steps` says whether
-clients train with PyTorch's operators (`eager`) or with compiled code, as `--steps` does.
+clients train with PyTorch's operators (`eager`) or with compiled code (`compiled`); `auto` compiles
+long runs, as `--steps` does.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ from papaya.study.workloads.registry import (
     Prepared,
     Steps,
     WorkloadSpec,
+    chosen_steps,
     own_data,
     prepare,
     with_source,
@@ -103,7 +105,7 @@ def simulate(
     seed: int = 1,
     population: PopulationConfig | int = DEFAULT,
     seconds_per_example: float | None = None,
-    steps: Steps = "eager",
+    steps: Steps = "auto",
     processes: int = 1,
     ray: str | None = None,
     output: Path | str | None = None,
@@ -128,6 +130,7 @@ def simulate(
         | {"concurrency": concurrency, "goal": goal},
         {"hours": hours, "seed": seed, "seconds_per_example": seconds_per_example, **setting},
     )
+    steps = chosen_steps(steps, updates, ray)
     prepared = _prepared(
         task, clients, partition, seconds_per_example, judges, population, steps, progress
     )
@@ -177,7 +180,7 @@ def sweep(
     judges: int = MOST_JUDGES,
     population: PopulationConfig | int = DEFAULT,
     seconds_per_example: float | None = None,
-    steps: Steps = "eager",
+    steps: Steps = "auto",
     jobs: int = 1,
     ray: str | None = None,
     output: Path | str | None = None,
@@ -194,6 +197,7 @@ def sweep(
         | {"jobs": jobs},
         {"hours": hours, "target": target, "seconds_per_example": seconds_per_example},
     )
+    steps = chosen_steps(steps, updates, ray)
     prepared = _prepared(
         task, clients, partition, seconds_per_example, judges, population, steps, progress
     )

@@ -19,7 +19,6 @@ from papaya.sim.population import DEFAULT, PopulationConfig, with_traces
 if TYPE_CHECKING:
     from papaya.study.workloads.registry import Steps, WorkloadSpec
 
-_WORTH_COMPILING = 20_000  # client updates: eager steps take longer than a compilation
 _SETTINGS = tuple(
     field.name
     for field in structs.fields(PopulationConfig)
@@ -62,13 +61,13 @@ class DataOptions(PopulationOptions):
     steps: Steps = "auto"
     set: Sequence[str] = ()
 
-    def workload_spec(self, name: str, updates: int) -> WorkloadSpec:
+    def workload_spec(self, name: str, updates: int | None) -> WorkloadSpec:
         """Of a built-in workload, or of a task file with the given data.
 
-        `updates`: how many clients train in a run.
+        `updates`: how many clients train in a run; None: the default number.
         """
         from papaya.study.data.opening import parse_partition
-        from papaya.study.workloads.registry import MOST_JUDGES, WorkloadSpec
+        from papaya.study.workloads.registry import MOST_JUDGES, WorkloadSpec, chosen_steps
 
         for setting, value in self.device:
             if self.data is not None and setting.startswith("examples_"):
@@ -83,13 +82,9 @@ class DataOptions(PopulationOptions):
             self.seconds_per_example,
             None if self.partition is None else parse_partition(self.partition),
             self.judges or MOST_JUDGES,
-            self._steps(updates),
+            chosen_steps(self.steps, updates, self.ray),
             tuple(self.set),
         )
-
-    def _steps(self, updates: int) -> Steps:
-        is_worth_it = updates >= _WORTH_COMPILING and self.ray is None
-        return "eager" if self.steps == "auto" and not is_worth_it else self.steps
 
 
 def add_population(group: argparse._ArgumentGroup) -> None:
@@ -166,8 +161,8 @@ def add_data(group: argparse._ArgumentGroup) -> None:
         "--steps",
         choices=("auto", "eager", "compiled"),
         help="how clients train: with PyTorch's operators, with compiled code (faster, needs a C++ "
-        "compiler, rounds differently), or auto: compiled from "
-        f"{_WORTH_COMPILING:,} client updates on, if the task can be compiled",
+        "compiler, rounds differently), or auto: compiled from 20,000 client updates on, if the "
+        "task can be compiled",
     )
 
 

@@ -30,7 +30,7 @@ from papaya.progress import elapsed
 from papaya.sim.report import percent, regime_name
 from papaya.study.fairness import Distance
 from papaya.study.precision import LEAST_UPDATES
-from papaya.study.run import DEFAULT_UPDATES, FleetSummary, Run, RunResult, most_updates
+from papaya.study.run import FleetSummary, Run, RunResult, most_updates
 from papaya.study.run_file import differences, other_versions, prepared_again, read_run_file
 from papaya.study.run_warnings import before_run, ended_early
 from papaya.study.simulation import (
@@ -58,7 +58,7 @@ def run_task(options: SimulateOptions) -> int:
     )
 
     folder = make_folder(options.output)
-    spec = options.workload_spec(str(options.task_file), options.updates or DEFAULT_UPDATES)
+    spec = options.workload_spec(str(options.task_file), options.updates)
     with elapsed(spec.preparation):
         prepared = prepare(spec, options.population_config())
     run = _run(options, prepared)

@@ -35,7 +35,7 @@ from papaya.study.data.opening import open_source
 from papaya.study.data.partition import Partition
 from papaya.study.data.source import Source, described, population_of
 from papaya.study.replay import Rates
-from papaya.study.run import Run
+from papaya.study.run import DEFAULT_UPDATES, Run
 from papaya.study.workloads.base import Clients, Workload
 from papaya.study.workloads.language import (
     BigramWorkload,
@@ -57,6 +57,7 @@ _RATES: Final = Rates(
 )
 _CONCURRENCY: Final = 130
 MOST_JUDGES: Final = 400
+WORTH_COMPILING: Final = 20_000  # client updates
 _JUDGED_ON: Final = 32  # examples of a client: its loss weighs by its volume all the same
 _TRACED_EXAMPLES: Final = 8
 _JUDGE: Final = 131  # apart from the quantities of `Population` and of other workloads
@@ -102,6 +103,16 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
         """What `prepare` does, for people who wait for it."""
         compiling = "" if self.steps == "eager" or self.is_built_in else ", compiling its steps"
         return f"preparing {self.name}{compiling}"
+
+
+def chosen_steps(steps: Steps, updates: int | None, ray: str | None) -> Steps:
+    """What `auto` means for a run of `updates` client updates (None: the default number).
+
+    Few updates take less time with eager steps than a compilation does. Compiled steps are code
+    for this machine and not for a cluster.
+    """
+    is_worth_it = (updates or DEFAULT_UPDATES) >= WORTH_COMPILING and ray is None
+    return "eager" if steps == "auto" and not is_worth_it else steps
 
 
 @dataclass(frozen=True, eq=False)

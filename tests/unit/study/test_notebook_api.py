@@ -18,7 +18,9 @@ from papaya.cli.main import main
 from papaya.config import StopRule
 from papaya.errors import OperatorError, PapayaError
 from papaya.learning.task import Task, load_task
+from papaya.study import notebook
 from papaya.study.data.source import Memory
+from papaya.study.workloads.registry import WorkloadSpec
 
 EXAMPLE = "examples/leaf.py"
 SMALL: dict[str, Any] = {"updates": 60, "evaluations": 3, "population": 10_000, "progress": False}
@@ -55,6 +57,25 @@ def test_lists_mappings_and_sources_are_the_same_data() -> None:
     assert first.model["weight"].shape == (1, 2)
     assert "60 client updates" in repr(first)
     assert first.clients["updates"].sum() == 60
+
+
+def test_notebooks_choose_the_steps_of_long_runs_as_commands_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Prepared(Exception):
+        pass
+
+    def prepared(spec: WorkloadSpec, *rest: object) -> None:
+        raise Prepared(spec.steps)
+
+    monkeypatch.setattr(notebook, "with_source", prepared)
+    for updates, steps in ((20_000, "auto"), (19_999, "eager")):
+        given = SMALL | {"updates": updates}
+        with pytest.raises(Prepared, match=f"^{steps}$"):
+            papaya.simulate(EXAMPLE, some_clients(), **given)
+        del given["evaluations"]
+        with pytest.raises(Prepared, match=f"^{steps}$"):
+            papaya.sweep(EXAMPLE, some_clients(), vary={"client_rate": (0.1,)}, **given)
 
 
 def test_a_task_of_a_notebook_gives_the_numbers_of_its_file(tmp_path: Path) -> None:

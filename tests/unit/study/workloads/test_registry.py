@@ -16,7 +16,14 @@ from papaya.study.data.opening import open_source
 from papaya.study.data.source import Memory
 from papaya.study.simulation import run_of, simulate_run
 from papaya.study.workloads.base import Clients
-from papaya.study.workloads.registry import BUILT_IN, WorkloadSpec, judges, prepare
+from papaya.study.workloads.registry import (
+    BUILT_IN,
+    Steps,
+    WorkloadSpec,
+    chosen_steps,
+    judges,
+    prepare,
+)
 
 POPULATION = PopulationConfig(size=1000)
 TASK = """
@@ -203,3 +210,20 @@ def test_without_held_out_examples_there_is_no_judge() -> None:
     source = Memory("few", [[b"1"]])
     with pytest.raises(OperatorError, match="no client has an example for validation"):
         judges(source, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "updates", "ray", "found"),
+    [
+        ("auto", 20_000, None, "auto"),  # compiled, if the task can be compiled
+        ("auto", 19_999, None, "eager"),
+        ("auto", None, None, "eager"),
+        ("auto", 20_000, "local", "eager"),
+        ("compiled", 10, None, "compiled"),
+        ("eager", 20_000, None, "eager"),
+    ],
+)
+def test_long_runs_on_this_machine_are_worth_a_compilation(
+    asked: Steps, updates: int | None, ray: str | None, found: Steps
+) -> None:
+    assert chosen_steps(asked, updates, ray) == found
