@@ -31,6 +31,7 @@ from papaya.learning.parameters import Vector
 PAPAYA = str(Path(sys.executable).with_name("papaya"))
 ANY_PORT = "127.0.0.1:0"
 _BALANCER = Path(__file__).parents[1] / "deploy" / "haproxy" / "haproxy.cfg"
+_NEEDS_ROOT = "  user haproxy\n  group haproxy\n  chroot /var/lib/haproxy\n  maxconn 20000\n"
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PATIENCE_S = 60.0
 _POLL_S = 0.05
@@ -133,7 +134,7 @@ def running(
     """All roles in one process, or each in its own, with nothing on disk before or after.
 
     `direct`: devices upload to the aggregators themselves. `routed`: they upload to the only
-    aggregator through haproxy, which finds it by its name and passes TLS on.
+    aggregator through haproxy, which chooses it by its name and passes TLS on.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="papaya-bench-")))
@@ -155,8 +156,10 @@ def running(
                     if direct and role == "aggregator":
                         own = _with_upload_url(deployment)
                     elif routed and role == "aggregator":
-                        own = _behind_balancer(stack, servers, folder, deployment)
+                        own = _behind_balancer(deployment)
                     _start(stack, servers, folder, own, name)
+                    if routed and role == "aggregator":
+                        _start_balancer(stack, servers, folder, own)
         yield servers
 
 
@@ -166,32 +169,50 @@ def _free_port() -> int:
         return port
 
 
-def _behind_balancer(
-    stack: ExitStack, servers: Servers, folder: Path, deployment: Deployment
-) -> Deployment:
-    """With the configuration of haproxy that we ship, and one aggregator, named localhost."""
-    program = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+def _behind_balancer(deployment: Deployment) -> Deployment:
+    """Settings of the only aggregator behind a load balancer, under the name `localhost`."""
+    return msgspec.structs.replace(
+        deployment,
+        devices=f"127.0.0.1:{_free_port()}",
+        upload_url=f"https://localhost:{_free_port()}",
+        proxies=("127.0.0.1",),
+    )
+
+
+def _start_balancer(
+    stack: ExitStack, servers: Servers, folder: Path, aggregator: Deployment
+) -> None:
+    """haproxy, with the configuration that we ship."""
+    program = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
     require(program is not None, "haproxy is not installed (hint: apt-get install haproxy)")
-    port, aggregator = _free_port(), f"127.0.0.1:{_free_port()}"
+    port = int(aggregator.upload_url.rpartition(":")[2])
     text = _BALANCER.read_text(encoding="ascii")
     for shipped, own in (
-        ("bind :443", f"bind 127.0.0.1:{port}"),
+        ("  bind :443", f"  bind 127.0.0.1:{port}"),
         ("aggregator-1.uploads.example", "localhost"),
-        ("aggregator-1.internal:8750", aggregator),
+        ("aggregator-1.internal:8750", aggregator.devices),
+        (_NEEDS_ROOT, ""),
     ):
         require(shipped in text, f"{_BALANCER} has no {shipped}")
         text = text.replace(shipped, own)
-    # The others do not run here.
+    # Nothing listens at port 1: the other servers do not run here.
     text = re.sub(r"(?:selector|aggregator)-\d\.internal:8750", "127.0.0.1:1", text)
     file = folder / "haproxy.cfg"
     file.write_text(text, encoding="ascii")
     process = subprocess.Popen([str(program), "-q", "-db", "-f", str(file)])
     stack.callback(_stop, process)
     servers.pids["haproxy"] = process.pid
-    url = f"https://localhost:{port}"
-    return msgspec.structs.replace(
-        deployment, devices=aggregator, upload_url=url, proxies=("127.0.0.1",)
-    )
+
+    def passes_on() -> bool:
+        assert servers.context is not None
+        try:
+            with socket.create_connection(("127.0.0.1", port), _PATIENCE_S) as plain:
+                servers.context.wrap_socket(plain, server_hostname="localhost").close()
+        except OSError:
+            return False
+        return True
+
+    wait_until(passes_on, "haproxy passes connections on")
 
 
 def _with_upload_url(deployment: Deployment) -> Deployment:

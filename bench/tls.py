@@ -11,8 +11,8 @@ peer, in turns within one run:
     selector and aggregator, TLS on both hops             at most 4
     haproxy passes TLS on to the aggregator               at most 4
 
-In the last one, both hops of an upload are under TLS too, and only the aggregator decrypts it
-(`deploy/haproxy/haproxy.cfg`). haproxy and a selector for everything else are counted.
+In the last case both hops are under TLS, but only the aggregator decrypts
+(`deploy/haproxy/haproxy.cfg`). The CPU of haproxy, selector and coordinator is included.
 
 The servers also check, fold, make durable and count every update; the final model is asserted. Run
 as `python bench/tls.py`, or with the names of cases; prints one JSON line per case.

@@ -349,7 +349,9 @@ async def start_tls(
     if server_hostname is None:
         count_records(context)
     try:
-        connection.getpeername()  # if the peer has reset it, `wrap_socket` would leave it open
+        # `wrap_socket` of CPython 3.11 does not close a socket that the peer has reset. A reset
+        # between this line and the next one is found when the socket is freed.
+        connection.getpeername()
         tls = context.wrap_socket(
             connection,
             server_side=server_hostname is None,

@@ -273,13 +273,13 @@ def test_a_silent_handshake_ends_in_time_and_closes_the_socket(
 
 
 def test_a_connection_that_was_reset_before_the_handshake_is_closed(contexts: Contexts) -> None:
-    """As health checks of load balancers do. A socket that is left open warns when it is freed."""
+    """Health checks do this. A socket that is left open warns when it is freed."""
 
     async def main() -> None:
         ours, theirs = tcp_pair()
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         theirs.close()
-        with pytest.raises(OSError, match="not connected"):
+        with pytest.raises(OSError):  # noqa: PT011  # which one depends on the kernel
             await start_tls(ours, contexts[0], Recorder, timeout_s=60)
         assert ours.fileno() == -1
 
