@@ -41,14 +41,14 @@ from papaya.cli.output import (
 from papaya.cli.status import trouble
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
-from papaya.credentials.tls import client_context, explain
+from papaya.credentials.tls import client_context, explain, is_of_another_name
 from papaya.credentials.token_files import read
 from papaya.device.trust import read_policy
 from papaya.errors import OperatorError
 from papaya.secagg.parameters import PublicParameters
 from papaya.server.admin.views import SystemStatus
 from papaya.server.certificates import Certificates
-from papaya.server.open_files import LEAST, RESERVED, raise_limit
+from papaya.server.open_files import LEAST, connections_within, raise_limit
 from papaya.server.public_log import newest_checkpoint
 from papaya.server.resources import open_bucket
 from papaya.server.tsa import child_address
@@ -72,6 +72,7 @@ _LISTENERS: dict[Role | None, tuple[str, ...]] = {
     "selector": ("devices", "servers", "admin"),
     "aggregator": ("servers", "admin"),
 }
+_AUTHORITY = "set tls_authority to the PEM file of the certificate authority"
 _SIGNS = {"good": "ok", "warning": "WARNING", "problem": "PROBLEM"}
 
 
@@ -142,7 +143,7 @@ def examine(options: DoctorOptions) -> Iterator[Diagnosis]:
         ("data folder", _data_folder),
         ("state", _sqlite if deployment.state is None else _postgresql),
         ("blobs", _blobs),
-        ("open files", _open_files),
+        ("open files", partial(_open_files, options.role)),
         ("certificate", partial(_certificates, options.role)),
         ("addresses", partial(_listeners, options.role)),
         ("upload_url", partial(_upload_url, options.role)),
@@ -242,15 +243,16 @@ def _blobs(deployment: Deployment) -> Iterator[Diagnosis]:
         yield Diagnosis("blobs", "good", f"{bucket.where} can be written")
 
 
-def _open_files(deployment: Deployment) -> Iterator[Diagnosis]:
-    limit = raise_limit()
-    wanted = deployment.max_connections + RESERVED
+def _open_files(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis]:
+    limit, wanted = raise_limit(), deployment.max_connections
     hint = "ulimit -n 65536, or LimitNOFILE=65536 in the systemd unit of the server"
     if limit < LEAST:
         text = f"the limit is {limit} files, but a server needs {LEAST}"
         yield Diagnosis("open files", "problem", text, hint)
-    elif limit < wanted:
-        text = f"{limit:,} is too low for max_connections = {deployment.max_connections:,}"
+    elif (given := connections_within(limit, wanted, len(_listening(role, deployment)))) < wanted:
+        text = (
+            f"{limit:,} is too low for max_connections = {wanted:,}: each listener takes {given:,}"
+        )
         yield Diagnosis("open files", "warning", text, hint)
     else:
         yield Diagnosis("open files", "good", f"up to {limit:,}")
@@ -275,11 +277,14 @@ def _certificates(role: Role | None, deployment: Deployment) -> Iterator[Diagnos
             yield Diagnosis("certificate", "good", text)
 
 
-def _listeners(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis]:
+def _listening(role: Role | None, deployment: Deployment) -> tuple[str, ...]:
+    """The settings of the addresses that a process of this role listens on."""
     names = _LISTENERS[role]
-    if role == "aggregator" and deployment.upload_url:
-        names = ("devices", *names)
-    for name in names:
+    return ("devices", *names) if role == "aggregator" and deployment.upload_url else names
+
+
+def _listeners(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis]:
+    for name in _listening(role, deployment):
         configured = getattr(deployment, name)
         host, port = address(name, configured)
         if port == 0:
@@ -313,9 +318,15 @@ def _upload_url(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis
     except OSError as error:
         problem, hint = explain(error, url)
         text = f"{url}: {problem}; devices that cannot use it upload through selectors"
-        yield Diagnosis("upload_url", "warning", text, hint or "check the name and the firewall")
+        hint = _own_setting(hint) or "check the name and the firewall"
+        yield Diagnosis("upload_url", "warning", text, hint)
     else:
         yield Diagnosis("upload_url", "good", f"{url} answers")
+
+
+def _own_setting(hint: str) -> str:
+    """Other commands have an option for the authority; this one reads the configuration."""
+    return hint.replace("pass the PEM file of the certificate authority: --ca FILE", _AUTHORITY)
 
 
 def _running_server(deployment: Deployment) -> Iterator[Diagnosis]:
@@ -334,7 +345,11 @@ def _running_server(deployment: Deployment) -> Iterator[Diagnosis]:
         running = client.get("/health", _Health).papaya
         status = client.get("/admin/status", SystemStatus)
     except OperatorError as error:
-        yield Diagnosis("server", "problem", str(error), error.hint)
+        if is_of_another_name(error.__cause__):  # it is called by the address that it listens on
+            hint = "call it by a name of the certificate: papaya status --admin URL"
+            yield Diagnosis("server", "warning", f"was not asked: {error}", hint)
+        else:
+            yield Diagnosis("server", "problem", str(error), _own_setting(error.hint))
         return
     if running != __version__:
         text = f"the server runs Papaya {running}, this command is {__version__}"

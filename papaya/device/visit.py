@@ -66,7 +66,10 @@ _NO_TRUST = "this device has no trust policy for secure aggregation"
 _TRUST_HINT = "papaya client --trust FILE"
 _UPLOAD_HOST_HINT = "to allow it: --upload-host HOST:PORT; the scheme is https if the selector's is"
 _REROUTED = {
-    "moved": ("it does not serve the task now", ""),
+    "moved": (
+        "it does not serve the task now",
+        "if this stays so, upload_url leads to another aggregator",
+    ),
     "refused": ("it refused the request", "an upload_url must lead to one aggregator only"),
     "unexpected": ("another server seems to answer there", "check upload_url at the aggregator"),
 }

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from ipaddress import IPv6Address, ip_address, ip_network
-from ssl import CERT_REQUIRED, SSLError
+from ssl import CERT_REQUIRED, SSLEOFError, SSLError
 
 from papaya.http.errors import HttpError
 from papaya.http.exchange import log
@@ -37,6 +37,7 @@ MAX_REFUSED = 64
 
 _PER_TURN = 64  # accepted before the loop serves its connections
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_TLS = "WRONG_VERSION_NUMBER"  # OpenSSL's word for a first record that is none
 _RETRY_S = 1.0
 _WARN_S = 60.0
 
@@ -181,12 +182,22 @@ class Acceptor:
         return True
 
     def _no_handshake(self, host: str, error: OSError) -> None:
-        """Devices may fail as they like. Other servers are ours: somebody has to act."""
+        """Devices may fail as they like. Other servers and load balancers are ours: somebody has to
+        act. One that only connects and closes, to see whether we listen, has not failed.
+        """
         log.debug("%s did not finish the TLS handshake: %s", host, error)
+        if not isinstance(error, SSLError) or isinstance(error, SSLEOFError):
+            return
         wants_certificates = (
             self._tls is not None and self._tls.context.verify_mode is CERT_REQUIRED
         )
-        if wants_certificates and isinstance(error, SSLError) and self._is_news("handshake"):
+        if error.reason == _NO_TLS and self._is_news("no TLS"):
+            log.warning(
+                "%s sends something else than TLS (hint: if it is a load balancer that sends the "
+                "PROXY protocol, add its address to proxies)",
+                host,
+            )
+        elif wants_certificates and self._is_news("handshake"):
             log.warning(
                 "the TLS handshake of %s failed: %s (hint: check the dates of the certificate there"
                 " and that servers_authority is the same on both sides)",
@@ -235,8 +246,17 @@ class Acceptor:
             except TimeoutError:
                 log.info("proxy %s: no PROXY header in time", admission.client[0])
                 return False
-            except (HttpError, OSError) as error:
-                log.info("proxy %s: %s", admission.client[0], error)
+            except HttpError as error:
+                if self._is_news("proxy"):
+                    log.warning(
+                        "connections from proxy %s are closed: %s (hint: let it send the PROXY "
+                        "protocol, in haproxy with send-proxy-v2, or remove it from proxies)",
+                        admission.client[0],
+                        error,
+                    )
+                return False
+            except OSError as error:
+                log.debug("proxy %s: %s", admission.client[0], error)
                 return False
         if admission.refusal is not None:
             return True

@@ -272,6 +272,37 @@ def test_only_a_configured_proxy_may_name_another_address(loop: str) -> None:
     run(main(), loop)
 
 
+def test_operators_are_told_if_a_server_and_its_load_balancer_disagree(
+    tls: Contexts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every device behind it is cut off then. A peer that only connects is no reason to worry."""
+
+    def connect(listener: Listener, first: bytes) -> None:
+        with socket.create_connection(("127.0.0.1", listener.port), timeout=60) as plain:
+            plain.sendall(first)
+            plain.shutdown(socket.SHUT_WR)
+            with suppress(ConnectionResetError):
+                while plain.recv(1 << 16):
+                    pass
+
+    async def main(first: bytes, proxies: tuple[str, ...]) -> str:
+        caplog.clear()
+        async with a_listener(ListenerLimits(), tls, proxies) as listener:
+            for _ in range(3):
+                await asyncio.to_thread(connect, listener, first)
+        return "\n".join(each.message for each in caplog.records if each.levelname == "WARNING")
+
+    for header in (b"PROXY TCP4 198.51.100.8 10.0.0.1 4711 443\r\n", b"\r\n\r\n\0\r\nQUIT\n!"):
+        told = run(main(header, ()))
+        assert told.count("127.0.0.1 sends something else than TLS") == 1
+        assert "add its address to proxies" in told
+    told = run(main(b"\x16\x03\x01" + bytes(60), ("127.0.0.1",)))
+    assert told.count("proxy 127.0.0.1 are closed: the PROXY header is missing") == 1
+    assert "send-proxy-v2" in told
+    for proxies in ((), ("127.0.0.1",)):
+        assert run(main(b"", proxies)) == ""
+
+
 def test_without_free_descriptors_accepting_waits_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,7 +23,7 @@ from tests.s3.server import BUCKET, key_file, s3_server
 from tests.system.admin import Admin
 from tests.system.processes import CALM, Installation
 from tests.system.test_secure import STEP_S, until
-from tests.system.tls import make_certificates
+from tests.system.tls import Authority, make_certificates
 
 Plant = Callable[[Path, Path], None]
 
@@ -269,6 +269,20 @@ def test_the_address_for_direct_uploads_is_tried(tmp_path: Path) -> None:
     assert refused == "warning"
     assert "upload through selectors" in why
     assert "unknown host" in grade("https://nobody.invalid")[1]
+
+
+def test_a_certificate_without_the_address_of_the_admin_api_is_no_problem(tmp_path: Path) -> None:
+    """Devices and owners use its names; doctor uses the address that the server listens on."""
+    made = Authority(tmp_path / "tls").issue("server", hosts=["papaya.example"])
+    with Installation(tmp_path) as installation:
+        installation.add(server=CALM, deployment=made.listeners()).start()
+        config = installation.folder / "server.toml"
+        [each] = [each for each in found(config) if each.subject == "server"]
+        assert (each.grade, "its certificate is for another name" in each.text) == ("warning", True)
+        settings = config.read_text(encoding="utf-8").splitlines()
+        config.write_text("\n".join(s for s in settings if not s.startswith("tls_authority")))
+        [each] = [each for each in found(config) if each.subject == "server"]
+        assert (each.grade, each.hint.startswith("set tls_authority")) == ("problem", True)
 
 
 def _shake_hands(listening: socket.socket, context: ssl.SSLContext) -> None:

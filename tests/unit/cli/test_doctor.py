@@ -1,14 +1,21 @@
-"""What `papaya doctor` counts, and says about a child TSA; tests/system/test_doctor.py runs it."""
+"""What `papaya doctor` counts, and says about a child TSA and open files.
+
+tests/system/test_doctor.py runs it.
+"""
 
 from __future__ import annotations
 
 import socket
 from pathlib import Path
 
-from papaya.cli.doctor import DoctorOptions, _evidence, running_tasks
+import pytest
+
+from papaya.cli import doctor
+from papaya.cli.doctor import DoctorOptions, _evidence, _open_files, running_tasks
 from papaya.config import Deployment
 from papaya.messages.storage import TaskState
 from papaya.server.admin.views import SystemStatus, TaskView
+from papaya.server.open_files import connections_within
 
 
 def a_view(task: str, state: TaskState, evaluates: str = "") -> TaskView:
@@ -55,3 +62,23 @@ def test_a_child_tsa_that_does_not_run_is_no_problem(tmp_path: Path) -> None:
         ended.bind(str(tmp_path / "tsa.sock"))
     assert list(_evidence(DoctorOptions(), deployment)) == before
     assert list(_evidence(DoctorOptions(role="selector"), deployment)) == []
+
+
+def test_the_limit_on_open_files_is_shared_by_all_listeners(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As at the start of a server."""
+    monkeypatch.setattr(doctor, "raise_limit", lambda: 20_000)
+    for role, upload_url, listeners in (
+        ("selector", "", 3),
+        ("coordinator", "", 2),
+        ("aggregator", "", 2),
+        ("aggregator", "https://up.example", 3),
+        (None, "", 2),
+    ):
+        deployment = Deployment(upload_url=upload_url)
+        wanted = deployment.max_connections
+        given = connections_within(20_000, wanted, listeners)
+        [found] = _open_files(role, deployment)  # type: ignore[arg-type]
+        assert found.grade == ("good" if given == wanted else "warning")
+        assert given == wanted or f"each listener takes {given:,}" in found.text

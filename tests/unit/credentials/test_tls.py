@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from papaya.config.deployment import Deployment
-from papaya.credentials.tls import between_servers, client_context, server_context
+from papaya.credentials.tls import between_servers, client_context, explain, server_context
 from papaya.errors import ConfigError, OperatorError
 from papaya.server.certificates import Certificates
 
@@ -170,3 +170,11 @@ def test_a_server_says_at_its_start_that_its_certificate_ends(
     else:
         assert server_context(tls) is not None
         assert "renew it" in caplog.text
+
+
+@pytest.mark.parametrize("error", [ssl.SSLEOFError(8, "EOF"), ConnectionResetError()])
+def test_a_connection_that_is_closed_in_the_handshake_is_explained(error: Exception) -> None:
+    """As by a server that does not expect the PROXY protocol of its load balancer."""
+    problem, hint = explain(error, "https://papaya.example")
+    assert problem == "it closed the connection during the TLS handshake"
+    assert "proxies" in hint
