@@ -311,7 +311,6 @@ class _ForkServer:
             if not done:
                 self._process.kill()
         await asyncio.wait([ended])
-        ended.exception()  # retrieve it, also if the caller was cancelled
 
     def _send(self, order: Order, channel: socket.socket | None = None) -> None:
         descriptors = [] if channel is None else [channel.fileno()]
@@ -353,6 +352,7 @@ class _ForkServer:
             self._loaded.set_exception(OperatorError(f"{reason} before it was ready", hint=hint))
         for ended in self._running.values():
             ended.set_exception(JobFailed("unavailable", reason))
+            ended.exception()  # retrieves it: who ran the job may have been cancelled
         self._running.clear()
 
 

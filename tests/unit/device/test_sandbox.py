@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import select
@@ -425,6 +426,33 @@ def test_nothing_outlives_a_host_that_is_killed(bench: Bench, tmp_path: Path) ->
         bench.do(held.until_running())
         host.kill()
     held.check_gone()
+
+
+def test_a_job_that_is_cancelled_twice_leaves_no_exception_behind(tmp_path: Path) -> None:
+    """As when a device is told to stop. asyncio reports exceptions that nobody retrieved."""
+    held = Held(tmp_path)
+    with asyncio.Runner() as runner:
+        bench = Bench(runner, tmp_path)
+        problems: list[str] = []
+
+        async def cancelled() -> None:
+            asyncio.get_running_loop().set_exception_handler(
+                lambda _, context: problems.append(context["message"])
+            )
+            running = asyncio.create_task(bench.sandbox.run(bench.job(f"hang {held.path}"), 300.0))
+            await held.until_running(processes=1)
+            os.kill(bench.server_pid, signal.SIGSTOP)  # it cannot end the job
+            for _ in range(2):
+                running.cancel()
+                await asyncio.wait([running], timeout=0.01)
+            assert running.cancelled()
+            os.kill(bench.server_pid, signal.SIGKILL)
+            await bench.sandbox.close()
+
+        runner.run(cancelled())
+        gc.collect()
+        assert problems == []
+        held.check_gone()
 
 
 def test_a_closed_sandbox_ends_its_jobs(tmp_path: Path) -> None:
