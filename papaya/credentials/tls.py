@@ -308,7 +308,7 @@ def _explain_certificate(error: ssl.SSLCertVerificationError) -> tuple[str, str]
             )
         case code if code in _WRONG_NAME:
             return (
-                f"its certificate is for another name: {error.verify_message}",
+                f"its certificate is for another name: {error.verify_message.rstrip('.')}",
                 "use a name that the certificate has; a load balancer in between must know it too",
             )
     return (
