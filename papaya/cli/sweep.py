@@ -37,7 +37,7 @@ from papaya.progress import elapsed
 from papaya.sim.report import percent
 from papaya.study.lab import LabStep
 from papaya.study.run import most_updates
-from papaya.study.run_warnings import before_sweep, ended_early_in_sweep
+from papaya.study.run_warnings import after_sweep, before_sweep
 from papaya.study.sweep import (
     FIELDS,
     VARIABLES,
@@ -175,7 +175,7 @@ def run(options: SweepOptions) -> int:
             prepared,
             options.ray,
         )
-    for warning in ended_early_in_sweep(outcomes):
+    for warning in after_sweep(outcomes):
         note(f"warning: {warning}")
     asked = ("regime", *plan.vary)
     rows = rows_of(outcomes, varied_in(rows_of(outcomes, asked), asked))

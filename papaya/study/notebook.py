@@ -50,10 +50,10 @@ from papaya.study.data.tables import table_source
 from papaya.study.lab import LabStep
 from papaya.study.run import RunResult, most_updates
 from papaya.study.run_warnings import (
+    after_sweep,
     before_run,
     before_sweep,
     ended_early,
-    ended_early_in_sweep,
 )
 from papaya.study.simulation import (
     INSTALL_PANDAS,
@@ -221,7 +221,7 @@ def sweep(
             population=_population(population),
         )
         outcomes = run_sweep(plan, folder, jobs, lambda step: tell(*_shown(step)), prepared, ray)
-    _warn(ended_early_in_sweep(outcomes))
+    _warn(after_sweep(outcomes))
     return SweepResult(prepared.task.task, tuple(outcomes), ("regime", *vary))
 
 

@@ -1,6 +1,7 @@
 """What a simulated run leaves undone, as texts for commands and notebooks.
 
-Before it starts: settings that it ignores. At the end: why it trained less than was asked for.
+Before it starts: settings that it ignores. At the end: why it trained less than was asked for, or
+had nothing to reach.
 Commands print these as warnings, `papaya.simulate` and `papaya.sweep` as Python warnings.
 """
 
@@ -60,9 +61,10 @@ def ended_early(result: RunResult) -> str | None:
     return f"the run ended after {hours}, with {made}; raise hours"
 
 
-def ended_early_in_sweep(outcomes: Sequence[RunResult]) -> list[str]:
-    """One text for all runs that ended for the same reason. Tables have those that diverged, and
-    those that did not reach their target.
+def after_sweep(outcomes: Sequence[RunResult]) -> list[str]:
+    """One text for all runs that ended for the same reason, or that had nothing to reach.
+
+    Tables have those that diverged, and those that did not reach their target.
     """
     running = [outcome for outcome in outcomes if outcome.curve.diverged is None]
     idle = sum(not outcome.versions for outcome in running)
@@ -76,4 +78,13 @@ def ended_early_in_sweep(outcomes: Sequence[RunResult]) -> list[str]:
         found.append(f"{idle} {of} made no server update and did not train; raise hours")
     if short:
         found.append(f"{short} {of} ended by hours, before all client updates; raise hours")
+    if losses := [
+        outcome.start.all
+        for outcome in running
+        if outcome.run.target is not None and outcome.start.all <= outcome.run.target
+    ]:
+        found.append(
+            f"the initial model meets the target in {len(losses)} {of}, with a loss of "
+            f"{min(losses):.3g}; choose a lower target"
+        )
     return found

@@ -142,6 +142,11 @@ def test_a_run_that_does_less_than_asked_warns() -> None:
     assert {each.filename for each in caught} == {__file__}
 
 
+def test_a_target_that_the_initial_model_meets_is_named() -> None:
+    with pytest.warns(UserWarning, match="the initial model meets the target in 1 of 1 run"):
+        papaya.sweep(EXAMPLE, some_clients(), vary={"K": (4,)}, target=10.0, **SMALL)
+
+
 def test_a_run_of_hours_has_no_other_limit() -> None:
     """The default number of updates is for runs that are given neither updates nor hours."""
     clients = some_clients()
