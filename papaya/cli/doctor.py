@@ -41,7 +41,12 @@ from papaya.cli.output import (
 from papaya.cli.status import trouble
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
-from papaya.credentials.tls import client_context, explain, is_of_another_name
+from papaya.credentials.tls import (
+    AUTHORITY_HINT,
+    client_context,
+    explain_connecting,
+    is_of_another_name,
+)
 from papaya.credentials.token_files import read
 from papaya.device.trust import read_policy
 from papaya.errors import OperatorError
@@ -316,7 +321,7 @@ def _upload_url(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis
                 tls = client_context(deployment.tls_authority)
                 tls.wrap_socket(plain, server_hostname=parts.hostname).close()
     except OSError as error:
-        problem, hint = explain(error, url)
+        problem, hint = explain_connecting(error, url)
         text = f"{url}: {problem}; devices that cannot use it upload through selectors"
         hint = _own_setting(hint) or "check the name and the firewall"
         yield Diagnosis("upload_url", "warning", text, hint)
@@ -326,7 +331,7 @@ def _upload_url(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis
 
 def _own_setting(hint: str) -> str:
     """Other commands have an option for the authority; this one reads the configuration."""
-    return hint.replace("pass the PEM file of the certificate authority: --ca FILE", _AUTHORITY)
+    return _AUTHORITY if hint == AUTHORITY_HINT else hint
 
 
 def _running_server(deployment: Deployment) -> Iterator[Diagnosis]:
@@ -335,7 +340,7 @@ def _running_server(deployment: Deployment) -> Iterator[Diagnosis]:
     token = Path(deployment.data) / "admin.token"
     if port == 0 or not token.exists():
         return
-    if deployment.tls_certificate is not None:
+    if deployment.tls_certificate is not None or deployment.tls_authority is not None:
         client_context(deployment.tls_authority)  # raises with the reason
     at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     scheme = "http" if deployment.tls_certificate is None else "https"
@@ -345,9 +350,9 @@ def _running_server(deployment: Deployment) -> Iterator[Diagnosis]:
         running = client.get("/health", _Health).papaya
         status = client.get("/admin/status", SystemStatus)
     except OperatorError as error:
-        if is_of_another_name(error.__cause__):  # it is called by the address that it listens on
-            hint = "call it by a name of the certificate: papaya status --admin URL"
-            yield Diagnosis("server", "warning", f"was not asked: {error}", hint)
+        if is_of_another_name(error.__cause__):  # this connects to the address, not to a name
+            hint = "use a name in the certificate: papaya status --admin https://NAME:PORT"
+            yield Diagnosis("server", "warning", f"not checked: {error}", hint)
         else:
             yield Diagnosis("server", "problem", str(error), _own_setting(error.hint))
         return

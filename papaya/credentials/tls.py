@@ -41,11 +41,11 @@ _EXPLAINED = (9, 10, *_WRONG_NAME)  # and for dates
 # How OpenSSL calls an answer that is not TLS.
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 
-_CLOSED_IN_TLS = "it closed the connection during the TLS handshake"
 _CLOSED_HINT = (
-    "check that the server runs; behind a load balancer that sends the PROXY protocol, the server "
-    "must have its address in proxies, and one that does not send it must not be there"
+    "check that the server runs; if a load balancer is in front of it, the server must list it in "
+    "proxies if and only if it sends the PROXY protocol"
 )
+AUTHORITY_HINT = "pass the PEM file of the certificate authority: --ca FILE"
 
 
 def server_context(deployment: Deployment) -> ssl.SSLContext | None:
@@ -274,8 +274,6 @@ def explain(error: Exception, url: str) -> tuple[str, str]:
     """Why a connection to `url` failed, and a hint; the hint is empty if there is none to give."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _explain_certificate(error)
-    if isinstance(error, ssl.SSLEOFError):
-        return _CLOSED_IN_TLS, _CLOSED_HINT
     if isinstance(error, ssl.SSLError):
         if error.reason in _NOT_TLS:
             return "the server does not use TLS there", f"use http: {_with_scheme(url, 'http')}"
@@ -283,8 +281,6 @@ def explain(error: Exception, url: str) -> tuple[str, str]:
     if isinstance(error, socket.gaierror):
         return f"unknown host {urlsplit(url).hostname}", "check the host name in the address"
     problem = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    if url.startswith("https://") and isinstance(error, ConnectionResetError):
-        return _CLOSED_IN_TLS, _CLOSED_HINT
     if url.startswith("http://") and _is_broken_answer(error):
         return problem, f"if the server uses TLS: {_with_scheme(url, 'https')}"
     return problem, ""
@@ -309,12 +305,20 @@ def _explain_certificate(error: ssl.SSLCertVerificationError) -> tuple[str, str]
         case code if code in _WRONG_NAME:
             return (
                 f"its certificate is for another name: {error.verify_message.rstrip('.')}",
-                "use a name that the certificate has; a load balancer in between must know it too",
+                "use one of the names that the certificate has; a load balancer must know the name",
             )
     return (
         f"its certificate is not trusted: {error.verify_message}",
-        "pass the PEM file of the certificate authority: --ca FILE",
+        AUTHORITY_HINT,
     )
+
+
+def explain_connecting(error: Exception, url: str) -> tuple[str, str]:
+    """Like `explain`, for an error from before the first request."""
+    is_closed = isinstance(error, ssl.SSLEOFError | ConnectionResetError)
+    if is_closed and url.startswith("https://"):
+        return "it closed the connection during the TLS handshake", _CLOSED_HINT
+    return explain(error, url)
 
 
 def is_of_another_name(error: BaseException | None) -> bool:

@@ -352,7 +352,7 @@ class _ForkServer:
             self._loaded.set_exception(OperatorError(f"{reason} before it was ready", hint=hint))
         for ended in self._running.values():
             ended.set_exception(JobFailed("unavailable", reason))
-            ended.exception()  # retrieves it: who ran the job may have been cancelled
+            ended.exception()  # mark it as retrieved: the caller may have been cancelled
         self._running.clear()
 
 

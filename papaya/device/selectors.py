@@ -23,7 +23,7 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 
 from papaya import __version__
-from papaya.credentials.tls import client_context, explain
+from papaya.credentials.tls import client_context, explain, explain_connecting
 from papaya.credentials.token_files import Secret
 from papaya.device.limits import DeviceLimits
 from papaya.errors import ConfigError, ProtocolError
@@ -154,7 +154,8 @@ class Selectors:
         except BROKEN as error:
             # aiohttp wraps the error that says why it could not connect.
             cause = getattr(error, "certificate_error", None) or getattr(error, "os_error", None)
-            mark(*explain(cause or error, selector))
+            why = explain if cause is None else explain_connecting
+            mark(*why(cause or error, selector))
             return None
         mark(None)
         return self._limits.bounded(answer)

@@ -68,7 +68,7 @@ _UPLOAD_HOST_HINT = "to allow it: --upload-host HOST:PORT; the scheme is https i
 _REROUTED = {
     "moved": (
         "it does not serve the task now",
-        "if this stays so, upload_url leads to another aggregator",
+        "if this does not stop, upload_url points to the wrong aggregator",
     ),
     "refused": ("it refused the request", "an upload_url must lead to one aggregator only"),
     "unexpected": ("another server seems to answer there", "check upload_url at the aggregator"),

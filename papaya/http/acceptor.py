@@ -28,7 +28,7 @@ from ssl import CERT_REQUIRED, SSLEOFError, SSLError
 from papaya.http.errors import HttpError
 from papaya.http.exchange import log
 from papaya.http.limits import ListenerLimits
-from papaya.http.proxy_protocol import ProxiedClient, read_client
+from papaya.http.proxy_protocol import ProxiedClient, UnexpectedProxyHeader, read_client
 from papaya.http.tls import Tls
 from papaya.http.tls_transport import start_tls
 
@@ -37,7 +37,6 @@ MAX_REFUSED = 64
 
 _PER_TURN = 64  # accepted before the loop serves its connections
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_NO_TLS = "WRONG_VERSION_NUMBER"  # OpenSSL's word for a first record that is none
 _RETRY_S = 1.0
 _WARN_S = 60.0
 
@@ -181,28 +180,31 @@ class Acceptor:
         self._warned_at[reason] = now
         return True
 
-    def _no_handshake(self, host: str, error: OSError) -> None:
-        """Devices may fail as they like. Other servers and load balancers are ours: somebody has to
-        act. One that only connects and closes, to see whether we listen, has not failed.
+    def _no_handshake(self, host: str, is_proxied: bool, error: OSError) -> None:
+        """Warns about other servers and load balancers, which operators can repair, and not about
+        devices. A health check that only connects and closes has not failed.
         """
         log.debug("%s did not finish the TLS handshake: %s", host, error)
-        if not isinstance(error, SSLError) or isinstance(error, SSLEOFError):
+        if isinstance(error, UnexpectedProxyHeader) and not is_proxied:
+            # Strangers on the internet must not hide a load balancer.
+            is_stranger = ip_address(host.partition("%")[0]).is_global
+            if self._is_news(f"unexpected PROXY header {is_stranger}"):
+                log.warning(
+                    "%s sends the PROXY protocol, and its connections are closed (hint: if it is a "
+                    "load balancer of yours in front of devices, add its address to proxies)",
+                    host,
+                )
             return
         wants_certificates = (
             self._tls is not None and self._tls.context.verify_mode is CERT_REQUIRED
         )
-        if error.reason == _NO_TLS and self._is_news("no TLS"):
-            log.warning(
-                "%s sends something else than TLS (hint: if it is a load balancer that sends the "
-                "PROXY protocol, add its address to proxies)",
-                host,
-            )
-        elif wants_certificates and self._is_news("handshake"):
+        has_failed = isinstance(error, SSLError) and not isinstance(error, SSLEOFError)
+        if wants_certificates and has_failed and self._is_news("handshake"):
             log.warning(
                 "the TLS handshake of %s failed: %s (hint: check the dates of the certificate there"
                 " and that servers_authority is the same on both sides)",
                 host,
-                getattr(error, "verify_message", "") or error.reason or error,
+                getattr(error, "verify_message", "") or getattr(error, "reason", "") or error,
             )
 
     def _opened(
@@ -214,6 +216,7 @@ class Acceptor:
             admission.release()
 
     async def _open(self, connection: socket.socket, admission: Admission) -> None:
+        peer = admission.client
         try:
             if not await self._admit(connection, admission):
                 connection.close()
@@ -231,7 +234,7 @@ class Acceptor:
             else:
                 await start_tls(connection, tls.context, make, timeout_s=handshake_s)
         except OSError as error:  # also every error of TLS, and TimeoutError
-            self._no_handshake(admission.client[0], error)
+            self._no_handshake(admission.client[0], admission.client != peer, error)
             admission.release()
         except BaseException:
             admission.release()
@@ -249,8 +252,8 @@ class Acceptor:
             except HttpError as error:
                 if self._is_news("proxy"):
                     log.warning(
-                        "connections from proxy %s are closed: %s (hint: let it send the PROXY "
-                        "protocol, in haproxy with send-proxy-v2, or remove it from proxies)",
+                        "connections from proxy %s are closed: %s (hint: check that it sends the "
+                        "PROXY protocol, in haproxy with send-proxy-v2, or remove it from proxies)",
                         admission.client[0],
                         error,
                     )

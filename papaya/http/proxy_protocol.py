@@ -39,6 +39,20 @@ async def read_client(connection: socket.socket) -> ProxiedClient | None:
     return parse_v1(await _line(connection, start))
 
 
+class UnexpectedProxyHeader(ConnectionAbortedError):
+    """A peer that is not configured as a proxy sends the header."""
+
+
+def refuse_header(connection: socket.socket) -> None:
+    """Raises UnexpectedProxyHeader if a header is the next to be read. Reads nothing."""
+    start = b""
+    with suppress(OSError):  # there may be nothing to read
+        # Not the method of a subclass, which may not allow flags.
+        start = socket.socket.recv(connection, len(_SIGNATURE), socket.MSG_PEEK)
+    if start.startswith((b"PROXY ", _SIGNATURE)):
+        raise UnexpectedProxyHeader("the PROXY header is not expected")
+
+
 def parse_v1(line: bytes) -> ProxiedClient | None:
     """`line` ends with its CRLF."""
     if line.startswith(b"PROXY UNKNOWN") and line.endswith(b"\r\n"):

@@ -22,6 +22,7 @@ from functools import partial
 from ssl import SSLContext, SSLEOFError, SSLSocket, SSLWantReadError, SSLWantWriteError
 from typing import Any
 
+from papaya.http.proxy_protocol import refuse_header
 from papaya.http.tls_records import RECORDS_WITHOUT_DATA, CountedSocket, count_records
 
 _BYTES_PER_TURN = 1 << 20  # read from one connection before the loop serves the others
@@ -375,6 +376,8 @@ async def start_tls(
 async def _handshake(tls: SSLSocket) -> None:
     loop, file = asyncio.get_running_loop(), tls.fileno()
     while True:
+        if tls.server_side:
+            refuse_header(tls)
         try:
             tls.do_handshake()
         except SSLWantReadError:

@@ -242,8 +242,8 @@ class Server:
         if not self.deployment.proxies and not listens_on.endswith(f":{port}"):
             logger.warning(
                 "devices upload to %s, but this aggregator listens for them on %s (hint: set "
-                "devices to port %d; if a load balancer forwards that port and sends the PROXY "
-                "protocol, add its address to proxies)",
+                "devices to port %d; if a load balancer forwards that port, add its address to "
+                "proxies if it sends the PROXY protocol, and ignore this if it does not)",
                 url,
                 listens_on,
                 port,

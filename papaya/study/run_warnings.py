@@ -1,8 +1,8 @@
 """What a simulated run leaves undone, as texts for commands and notebooks.
 
 Before it starts: settings that it ignores. At the end: why it trained less than was asked for, or
-had nothing to reach.
-Commands print these as warnings, `papaya.simulate` and `papaya.sweep` as Python warnings.
+that it started below its target. Commands print these as warnings, `papaya.simulate` and
+`papaya.sweep` as Python warnings.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def ended_early(result: RunResult) -> str | None:
 
 
 def after_sweep(outcomes: Sequence[RunResult]) -> list[str]:
-    """One text for all runs that ended for the same reason, or that had nothing to reach.
+    """One text for all runs that ended for the same reason, or that started below their target.
 
     Tables have those that diverged, and those that did not reach their target.
     """

@@ -275,15 +275,14 @@ def test_only_a_configured_proxy_may_name_another_address(loop: str) -> None:
 def test_operators_are_told_if_a_server_and_its_load_balancer_disagree(
     tls: Contexts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every device behind it is cut off then. A peer that only connects is no reason to worry."""
+    """Every device behind it is cut off then. Other peers cause no warning, whatever they send."""
 
     def connect(listener: Listener, first: bytes) -> None:
         with socket.create_connection(("127.0.0.1", listener.port), timeout=60) as plain:
             plain.sendall(first)
-            plain.shutdown(socket.SHUT_WR)
-            with suppress(ConnectionResetError):
-                while plain.recv(1 << 16):
-                    pass
+            with suppress(ConnectionError):
+                if plain.recv(1 << 16):
+                    raise AssertionError("it was answered")
 
     async def main(first: bytes, proxies: tuple[str, ...]) -> str:
         caplog.clear()
@@ -292,15 +291,38 @@ def test_operators_are_told_if_a_server_and_its_load_balancer_disagree(
                 await asyncio.to_thread(connect, listener, first)
         return "\n".join(each.message for each in caplog.records if each.levelname == "WARNING")
 
-    for header in (b"PROXY TCP4 198.51.100.8 10.0.0.1 4711 443\r\n", b"\r\n\r\n\0\r\nQUIT\n!"):
+    headers = (b"PROXY TCP4 198.51.100.8 10.0.0.1 4711 443\r\n", b"\r\n\r\n\0\r\nQUIT\n\x21\x11")
+    for header in headers:
         told = run(main(header, ()))
-        assert told.count("127.0.0.1 sends something else than TLS") == 1
+        assert told.count("127.0.0.1 sends the PROXY protocol") == 1
         assert "add its address to proxies" in told
+    twice = b"PROXY TCP4 198.51.100.8 10.0.0.1 4711 443\r\n"
+    assert run(main(twice + twice, ("127.0.0.1",))) == "", "the second one is of a device"
     told = run(main(b"\x16\x03\x01" + bytes(60), ("127.0.0.1",)))
     assert told.count("proxy 127.0.0.1 are closed: the PROXY header is missing") == 1
     assert "send-proxy-v2" in told
-    for proxies in ((), ("127.0.0.1",)):
-        assert run(main(b"", proxies)) == ""
+    assert run(main(b"GET / HTTP/1.1\r\n\r\n", ())) == ""
+
+
+def test_peers_that_only_connect_cause_no_warning(
+    tls: Contexts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor if the listener asks for certificates, where failed handshakes are reported."""
+
+    async def main(proxies: tuple[str, ...]) -> None:
+        async with a_listener(ListenerLimits(), tls, proxies) as listener:
+            with ExitStack() as stack:
+                silent(stack, listener, 3)
+                await until_accepted(listener, 3)
+            await until_accepted(listener, 0)
+
+    mode, tls[0].verify_mode = tls[0].verify_mode, ssl.CERT_REQUIRED
+    try:
+        for proxies in ((), ("127.0.0.1",)):
+            run(main(proxies))
+    finally:
+        tls[0].verify_mode = mode
+    assert [each for each in caplog.records if each.levelname == "WARNING"] == []
 
 
 def test_without_free_descriptors_accepting_waits_and_goes_on(

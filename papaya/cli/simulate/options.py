@@ -64,7 +64,7 @@ class DataOptions(PopulationOptions):
     def workload_spec(self, name: str, updates: int | None) -> WorkloadSpec:
         """Of a built-in workload, or of a task file with the given data.
 
-        `updates`: how many clients train in a run; None: the default number.
+        `updates`: how many clients train in a run, if it is given.
         """
         from papaya.study.data.opening import parse_partition
         from papaya.study.workloads.registry import MOST_JUDGES, WorkloadSpec, chosen_steps

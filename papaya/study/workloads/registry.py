@@ -35,7 +35,7 @@ from papaya.study.data.opening import open_source
 from papaya.study.data.partition import Partition
 from papaya.study.data.source import Source, described, population_of
 from papaya.study.replay import Rates
-from papaya.study.run import DEFAULT_UPDATES, Run
+from papaya.study.run import Run
 from papaya.study.workloads.base import Clients, Workload
 from papaya.study.workloads.language import (
     BigramWorkload,
@@ -106,12 +106,13 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def chosen_steps(steps: Steps, updates: int | None, ray: str | None) -> Steps:
-    """What `auto` means for a run of `updates` client updates (None: the default number).
+    """What `auto` means for a run of `updates` client updates; None: it ends by the default number,
+    or by hours only, and then nobody knows how many there will be.
 
     Few updates take less time with eager steps than a compilation does. Compiled steps are code
     for this machine and not for a cluster.
     """
-    is_worth_it = (updates or DEFAULT_UPDATES) >= WORTH_COMPILING and ray is None
+    is_worth_it = updates is not None and updates >= WORTH_COMPILING and ray is None
     return "eager" if steps == "auto" and not is_worth_it else steps
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 import subprocess
 from datetime import UTC, datetime, timedelta
+from http.client import RemoteDisconnected
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,13 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from papaya.config.deployment import Deployment
-from papaya.credentials.tls import between_servers, client_context, explain, server_context
+from papaya.credentials.tls import (
+    between_servers,
+    client_context,
+    explain,
+    explain_connecting,
+    server_context,
+)
 from papaya.errors import ConfigError, OperatorError
 from papaya.server.certificates import Certificates
 
@@ -175,6 +182,11 @@ def test_a_server_says_at_its_start_that_its_certificate_ends(
 @pytest.mark.parametrize("error", [ssl.SSLEOFError(8, "EOF"), ConnectionResetError()])
 def test_a_connection_that_is_closed_in_the_handshake_is_explained(error: Exception) -> None:
     """As by a server that does not expect the PROXY protocol of its load balancer."""
-    problem, hint = explain(error, "https://papaya.example")
+    problem, hint = explain_connecting(error, "https://papaya.example")
     assert problem == "it closed the connection during the TLS handshake"
     assert "proxies" in hint
+
+
+def test_a_connection_that_is_closed_later_is_not_a_matter_of_load_balancers() -> None:
+    problem, hint = explain(RemoteDisconnected("closed without response"), "https://papaya.example")
+    assert (problem, hint) == ("closed without response", "")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from papaya.cli.simulate.options import add_data
 from papaya.cli.simulate.task import summary
 from papaya.errors import ConfigError, OperatorError
 from papaya.learning.task import load_task
@@ -18,6 +20,7 @@ from papaya.study.simulation import run_of, simulate_run
 from papaya.study.workloads.base import Clients
 from papaya.study.workloads.registry import (
     BUILT_IN,
+    WORTH_COMPILING,
     Steps,
     WorkloadSpec,
     chosen_steps,
@@ -227,3 +230,9 @@ def test_long_runs_on_this_machine_are_worth_a_compilation(
     asked: Steps, updates: int | None, ray: str | None, found: Steps
 ) -> None:
     assert chosen_steps(asked, updates, ray) == found
+
+
+def test_the_help_names_the_number_of_updates_that_are_worth_it() -> None:
+    parser = argparse.ArgumentParser()
+    add_data(parser.add_argument_group())
+    assert f"{WORTH_COMPILING:,} client updates" in " ".join(parser.format_help().split())
