@@ -21,6 +21,7 @@ from papaya.http.relay import Relay, Relays
 from papaya.http.routes import Buffered, Receiver, Streamed
 from tests.unit.http.loopback import (
     LOOPS,
+    PATIENCE_S,
     Collector,
     ListTransport,
     a_client,
@@ -53,7 +54,7 @@ async def a_chain(
         def forward(exchange: Exchange) -> Relay:
             address = f"127.0.0.1:{far.port}"
             headers = [("Papaya-Crc32", exchange.head.headers["papaya-crc32"])]
-            return relays.relay(exchange, address, exchange.head.path, headers, 5, pass_on)
+            return relays.relay(exchange, address, exchange.head.path, headers, PATIENCE_S, pass_on)
 
         async with a_server([Streamed("PUT", "/u/{n}", forward, 1 << 30)]) as middle:
             yield middle, far
