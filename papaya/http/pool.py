@@ -16,8 +16,9 @@ from papaya.http.client_connection import ClientConnection, Response
 from papaya.http.errors import PeerUnavailable
 from papaya.http.exchange import Headers
 from papaya.http.limits import PeerLimits
+from papaya.http.sockets import connected_socket
 from papaya.http.tls import Tls
-from papaya.http.tls_transport import connected_socket, start_tls
+from papaya.http.tls_transport import start_tls
 
 _SCRATCH_BYTES = 64 << 10
 

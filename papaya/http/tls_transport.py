@@ -18,11 +18,11 @@ import asyncio
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from ssl import SSLContext, SSLEOFError, SSLSocket, SSLWantReadError, SSLWantWriteError
 from typing import Any
 
 from papaya.http.proxy_protocol import refuse_header
+from papaya.http.sockets import until_readable, until_writable
 from papaya.http.tls_records import RECORDS_WITHOUT_DATA, CountedSocket, count_records
 
 _BYTES_PER_TURN = 1 << 20  # read from one connection before the loop serves the others
@@ -307,33 +307,6 @@ class TlsTransport(asyncio.Transport):
         return self._tls if name == "socket" else default
 
 
-async def connected_socket(host: str, port: int) -> socket.socket:
-    """A connection to the first address of `host` that answers."""
-    loop = asyncio.get_running_loop()
-    problems: list[OSError] = []
-    for family, kind, protocol, _, address in await loop.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM
-    ):
-        try:
-            plain = socket.socket(family, kind, protocol)
-        except OSError as error:  # a kernel without IPv6, for example
-            problems.append(error)
-            continue
-        try:
-            plain.setblocking(False)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.sock_connect(plain, address)
-        except OSError as error:
-            plain.close()
-            problems.append(error)
-        except BaseException:
-            plain.close()
-            raise
-        else:
-            return plain
-    raise problems[0]
-
-
 async def start_tls(
     connection: socket.socket,
     context: SSLContext,
@@ -374,26 +347,14 @@ async def start_tls(
 
 
 async def _handshake(tls: SSLSocket) -> None:
-    loop, file = asyncio.get_running_loop(), tls.fileno()
     while True:
         if tls.server_side:
             refuse_header(tls)
         try:
             tls.do_handshake()
         except SSLWantReadError:
-            add, remove = loop.add_reader, loop.remove_reader
+            await until_readable(tls)
         except SSLWantWriteError:
-            add, remove = loop.add_writer, loop.remove_writer
+            await until_writable(tls)
         else:
             return
-        ready = loop.create_future()
-        add(file, partial(_set, ready))
-        try:
-            await ready
-        finally:
-            remove(file)
-
-
-def _set(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)
