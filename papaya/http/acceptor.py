@@ -10,7 +10,8 @@ closed without an answer if MAX_REFUSED others of this address are being refused
 at most `max_connections_per_address + MAX_REFUSED` places, and no refusals of others.
 
 The kernel's queue holds what is not accepted. Every accepted socket is a descriptor, so a listener
-uses at most `max_connections + MAX_REFUSED` of them, whatever its peers do.
+uses at most `max_connections + MAX_REFUSED` of them, whatever its peers do. A connection that is
+passed through uses one more, to the other server.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from functools import partial
 from ipaddress import IPv6Address, ip_address, ip_network
 from ssl import CERT_REQUIRED, SSLEOFError, SSLError
 
-from papaya.http.errors import HttpError
+from papaya.http.client_hello import peek_server_name
+from papaya.http.errors import HttpError, PeerUnavailable
 from papaya.http.exchange import log
 from papaya.http.limits import ListenerLimits
+from papaya.http.passthrough import Passthrough
 from papaya.http.proxy_protocol import ProxiedClient, UnexpectedProxyHeader, read_client
 from papaya.http.tls import Tls
 from papaya.http.tls_transport import start_tls
@@ -81,11 +84,13 @@ class Acceptor:
         limits: ListenerLimits,
         tls: Tls | None,
         proxies: Iterable[str],
+        passthrough: Passthrough | None = None,
     ) -> None:
         self._sockets = sockets
         self._make = make  # makes the protocol of a connection
         self._limits = limits
         self._tls = tls
+        self._passthrough = passthrough  # None: all connections are served here
         self._proxies = tuple(ip_network(proxy, strict=False) for proxy in proxies)
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()  # not handed to their protocol yet
@@ -191,7 +196,8 @@ class Acceptor:
             if self._is_news(f"unexpected PROXY header {is_stranger}"):
                 log.warning(
                     "%s sends the PROXY protocol, and its connections are closed (hint: if it is a "
-                    "load balancer of yours in front of devices, add its address to proxies)",
+                    "load balancer of yours in front of devices, or a selector in front of this "
+                    "aggregator, add its address to proxies)",
                     host,
                 )
             return
@@ -228,15 +234,19 @@ class Acceptor:
             raise
         limits, tls, make = self._limits, self._tls, partial(self._make, admission)
         handshake_s = limits.head_timeout_s if admission.refusal is None else limits.linger_s
+        ends_at = self._loop.time() + handshake_s
         try:
             if tls is None:
                 await self._loop.connect_accepted_socket(make, connection)
-            else:
-                await start_tls(connection, tls.context, make, timeout_s=handshake_s)
+            elif not await self._pass_through(connection, admission, handshake_s):
+                left_s = ends_at - self._loop.time()
+                await start_tls(connection, tls.context, make, timeout_s=left_s)
         except OSError as error:  # also every error of TLS, and TimeoutError
             self._no_handshake(admission.client[0], admission.client != peer, error)
+            connection.close()
             admission.release()
         except BaseException:
+            connection.close()
             admission.release()
             raise
 
@@ -245,7 +255,9 @@ class Acceptor:
         if any(ip_address(admission.client[0]) in network for network in self._proxies):
             try:
                 async with asyncio.timeout(self._limits.head_timeout_s):
-                    admission.client = await read_client(connection) or admission.client
+                    is_last = self._passthrough is None
+                    client = await read_client(connection, accepts_passed=is_last)
+                    admission.client = client or admission.client
             except TimeoutError:
                 log.info("proxy %s: no PROXY header in time", admission.client[0])
                 return False
@@ -274,6 +286,40 @@ class Acceptor:
         counts[key] += 1
         admission.counted_in, admission.key = counts, key
         return True
+
+    async def _pass_through(
+        self, connection: socket.socket, admission: Admission, timeout_s: float
+    ) -> bool:
+        """False: serve the connection here. True: it was passed through, or closed."""
+        if self._passthrough is None:
+            return False
+        async with asyncio.timeout(timeout_s):
+            name = await peek_server_name(connection)
+        where = self._passthrough.find(name)
+        if where is None:
+            return False
+        if admission.refusal is None:
+            try:
+                client = admission.client
+                await self._passthrough.open(connection, client, where, admission.release)
+            except PeerUnavailable as error:
+                self._not_passed(name, error)
+            else:
+                return True
+        connection.close()
+        admission.release()
+        return True
+
+    def _not_passed(self, name: str, error: PeerUnavailable) -> None:
+        is_unknown = isinstance(error.__cause__, socket.gaierror)
+        # Strangers choose names that do not exist; these must not hide a server that is down.
+        if self._is_news(f"passthrough {is_unknown}"):
+            log.warning(
+                "a connection for %s was closed: %s; its device uploads through a selector instead "
+                "(hint: check that the aggregator runs, and check upload_routes and the firewall)",
+                name,
+                error,
+            )
 
 
 def address_key(host: str) -> str:

@@ -14,6 +14,7 @@ from papaya.http.acceptor import Acceptor, bind
 from papaya.http.errors import ListenError
 from papaya.http.exchange import Blame, blames_nobody, log
 from papaya.http.limits import ListenerLimits
+from papaya.http.passthrough import Passthrough
 from papaya.http.routes import HttpRoute, Routes
 from papaya.http.server_connection import ServerConnection
 from papaya.http.tls import Tls
@@ -113,9 +114,12 @@ class ListenerState:
 class Listener:
     """An open listener."""
 
-    def __init__(self, acceptor: Acceptor, state: ListenerState, port: int) -> None:
+    def __init__(
+        self, acceptor: Acceptor, state: ListenerState, passthrough: Passthrough | None, port: int
+    ) -> None:
         self._acceptor = acceptor
         self._state = state
+        self._passthrough = passthrough
         self.port = port
 
     @property
@@ -131,7 +135,10 @@ class Listener:
     async def drain(self, timeout_s: float) -> None:
         """Closes, waits for open exchanges, and aborts those left after `timeout_s`."""
         self.close()
-        await self._state.empty(timeout_s)
+        emptied = [self._state.empty(timeout_s)]
+        if self._passthrough is not None:
+            emptied.append(self._passthrough.empty(timeout_s))
+        await asyncio.gather(*emptied)
 
 
 async def serve(
@@ -145,10 +152,12 @@ async def serve(
     blame: Blame = blames_nobody,
     tls: Tls | None = None,
     proxies: Iterable[str] = (),
+    passthrough: Passthrough | None = None,
 ) -> Listener:
     """Listens on `host` and `port`; port 0 takes a free one.
 
-    `proxies`: addresses or networks that send the PROXY protocol.
+    `proxies`: addresses or networks that send the PROXY protocol. `passthrough`: takes
+    connections that ask for another server in TLS (SNI).
     """
     limits = limits or ListenerLimits()
     try:
@@ -157,5 +166,7 @@ async def serve(
         is_in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         raise ListenError(host, port, str(error), is_in_use=is_in_use) from error
     state = ListenerState(routes, problem, limits, observe, blame, tls)
-    acceptor = Acceptor(sockets, partial(ServerConnection, state), limits, tls, proxies)
-    return Listener(acceptor, state, sockets[0].getsockname()[1])
+    acceptor = Acceptor(
+        sockets, partial(ServerConnection, state), limits, tls, proxies, passthrough
+    )
+    return Listener(acceptor, state, passthrough, sockets[0].getsockname()[1])

@@ -1,4 +1,4 @@
-"""The PROXY protocol, versions 1 and 2: how a load balancer tells the client's address.
+"""The PROXY protocol, versions 1 and 2: how whoever is in front tells the client's address.
 
 The header comes before anything else, also before TLS. A proxy that is configured to send it must
 send it; a missing or malformed header closes the connection, because guessing would let clients
@@ -12,6 +12,7 @@ import re
 import socket
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any
 
 from papaya.http.errors import HttpError
 
@@ -20,20 +21,32 @@ _V1_MAX_BYTES = 107
 _V2_MAX_BYTES = 2048  # of addresses and extensions; the specification expects less than 512
 _V1 = re.compile(rb"PROXY TCP([46]) ([0-9a-fA-F.:]+) [0-9a-fA-F.:]+ (\d{1,5}) \d{1,5}\r\n")
 _LOCAL, _PROXIED = 0x20, 0x21
+_PASSED = bytes([0xE0, 0, 0])  # an extension for private use: one of our servers chose this one
 _UNSPECIFIED = 0x00  # the family of a connection whose client the proxy does not tell
+
+LOCAL_HEADER = _SIGNATURE + bytes([_LOCAL, _UNSPECIFIED, 0, 0])
+"""Of a connection that a proxy makes for itself."""
 
 ProxiedClient = tuple[str, int]
 
 
-async def read_client(connection: socket.socket) -> ProxiedClient | None:
-    """Reads exactly the header. None: the proxy itself is the client, as in health checks."""
+async def read_client(
+    connection: socket.socket, *, accepts_passed: bool = True
+) -> ProxiedClient | None:
+    """Reads exactly the header. None: the proxy itself is the client, as in health checks.
+
+    `accepts_passed`: False refuses connections that a server of ours has passed through.
+    """
     start = await _exactly(connection, len(_SIGNATURE))
     if start == _SIGNATURE:
         fixed = await _exactly(connection, 4)
         length = int.from_bytes(fixed[2:], "big")
         if length > _V2_MAX_BYTES:
             raise HttpError(400, "the PROXY header is too long")
-        return parse_v2(fixed, await _exactly(connection, length))
+        rest = await _exactly(connection, length)
+        if not accepts_passed and rest.endswith(_PASSED):
+            raise HttpError(400, "upload_routes there leads to this server, not to an aggregator")
+        return parse_v2(fixed, rest)
     if not start.startswith(b"PROXY "):
         raise HttpError(400, "the PROXY header is missing")
     return parse_v1(await _line(connection, start))
@@ -73,6 +86,25 @@ def parse_v2(fixed: bytes, rest: bytes) -> ProxiedClient | None:
     if command == _PROXIED and family == 0x21 and len(rest) >= 36:
         return str(IPv6Address(rest[:16])), int.from_bytes(rest[32:34], "big")
     raise HttpError(400, "the PROXY header is not of a TCP connection")
+
+
+def render_v2(client: ProxiedClient, server: tuple[Any, ...]) -> bytes:
+    """For a connection of `client` that we pass through. `server`: our address for the client."""
+    source, target = _plain(client[0]), _plain(server[0])
+    if source.version != target.version:  # the protocol has one family for both
+        source, target = _as_v6(source), _as_v6(target)
+    family = 0x11 if source.version == 4 else 0x21
+    ports = client[1].to_bytes(2, "big") + int(server[1]).to_bytes(2, "big")
+    rest = source.packed + target.packed + ports + _PASSED
+    return _SIGNATURE + bytes([_PROXIED, family]) + len(rest).to_bytes(2, "big") + rest
+
+
+def _plain(host: str) -> IPv4Address | IPv6Address:
+    return ip_address(host.partition("%")[0])
+
+
+def _as_v6(address: IPv4Address | IPv6Address) -> IPv6Address:
+    return IPv6Address(f"::ffff:{address}") if address.version == 4 else IPv6Address(address)
 
 
 def _client(host: str, port: int, version: int) -> ProxiedClient:

@@ -18,8 +18,10 @@ async def connected_socket(host: str, port: int) -> socket.socket:
     return await connect_to_any(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))
 
 
-async def connect_to_any(found: Iterable[tuple[Any, ...]]) -> socket.socket:
-    """`found`: at least one entry, as `getaddrinfo` returns them."""
+async def connect_to_any(
+    found: Iterable[tuple[Any, ...]], each_s: float | None = None
+) -> socket.socket:
+    """`found`: at least one entry, as `getaddrinfo` returns them. `each_s`: the time for each."""
     loop = asyncio.get_running_loop()
     problems: list[OSError] = []
     for family, kind, protocol, _, address in found:
@@ -31,8 +33,9 @@ async def connect_to_any(found: Iterable[tuple[Any, ...]]) -> socket.socket:
         try:
             plain.setblocking(False)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.sock_connect(plain, address)
-        except OSError as error:
+            async with asyncio.timeout(each_s):
+                await loop.sock_connect(plain, address)
+        except OSError as error:  # also TimeoutError
             plain.close()
             problems.append(error)
         except BaseException:

@@ -8,8 +8,16 @@ from ipaddress import ip_address
 
 import pytest
 
+from papaya.http.acceptor import address_key
 from papaya.http.errors import HttpError
-from papaya.http.proxy_protocol import ProxiedClient, parse_v1, parse_v2, read_client
+from papaya.http.proxy_protocol import (
+    LOCAL_HEADER,
+    ProxiedClient,
+    parse_v1,
+    parse_v2,
+    read_client,
+    render_v2,
+)
 from tests.unit.http.loopback import LOOPS, run
 
 SIGNATURE = b"\r\n\r\n\0\r\nQUIT\n"
@@ -37,6 +45,7 @@ V1 = b"PROXY TCP4 192.0.2.7 10.0.0.1 4711 443\r\n"
         (v2("192.0.2.7", 4711, extra=b"\x04\x00\x01x"), ("192.0.2.7", 4711)),
         (v2("2001:db8::7", 4711), ("2001:db8::7", 4711)),
         (v2("192.0.2.7", 4711, command=0x20), None),
+        (LOCAL_HEADER, None),
     ],
 )
 @pytest.mark.parametrize("loop", LOOPS)
@@ -127,3 +136,70 @@ def test_malformed_lines(line: bytes) -> None:
 def test_malformed_binary_headers(fixed: bytes, rest: bytes) -> None:
     with pytest.raises(HttpError, match="TCP connection"):
         parse_v2(fixed, rest)
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "told"),
+    [
+        (("192.0.2.7", 4711), ("10.0.0.1", 443), "192.0.2.7"),
+        (("192.0.2.7", 65535), ("10.0.0.1", 1), "192.0.2.7"),
+        (("2001:db8::7", 4711), ("2001:db8::1", 443, 0, 0), "2001:db8::7"),
+        (("fe80::7%eth0", 4711), ("fe80::1%eth0", 443, 0, 2), "fe80::7"),
+        (("2001:db8::7", 4711), ("10.0.0.1", 443), "2001:db8::7"),
+        (("192.0.2.7", 4711), ("2001:db8::1", 443, 0, 0), "::ffff:192.0.2.7"),
+        (("::ffff:192.0.2.7", 4711), ("10.0.0.1", 443), "::ffff:192.0.2.7"),
+    ],
+)
+def test_a_header_of_ours_tells_the_client(
+    client: ProxiedClient, server: tuple[object, ...], told: str
+) -> None:
+    header = render_v2(client, server)
+    fixed, rest = header[12:16], header[16:]
+    assert header.startswith(SIGNATURE)
+    assert int.from_bytes(fixed[2:], "big") == len(rest)
+    parsed = parse_v2(fixed, rest)
+    assert parsed is not None
+    assert (ip_address(parsed[0]), parsed[1]) == (ip_address(told), client[1])
+    assert address_key(parsed[0]) == address_key(client[0]), "limits count the same client"
+
+    async def main() -> None:
+        near, far = socket.socketpair()
+        with near, far:
+            far.setblocking(False)
+            near.sendall(header + b"next")
+            assert await read_client(far) == parsed
+            assert far.recv(100) == b"next"
+            near.sendall(header)
+            with pytest.raises(HttpError, match="leads to this server"):
+                await read_client(far, accepts_passed=False)
+            near.sendall(v2("192.0.2.7", 4711, extra=b"\x04\x00\x01x"))
+            assert await read_client(far, accepts_passed=False) == ("192.0.2.7", 4711)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "header"),
+    [
+        (
+            ("192.0.2.7", 4711),
+            ("10.0.0.1", 443),
+            SIGNATURE + bytes.fromhex("2111000fc00002070a000001126701bbe00000"),
+        ),
+        (
+            ("2001:db8::7", 4711),
+            ("10.0.0.1", 443),
+            SIGNATURE
+            + bytes.fromhex("21210027")
+            + bytes.fromhex("20010db8000000000000000000000007")
+            + bytes.fromhex("00000000000000000000ffff0a000001")
+            + bytes.fromhex("126701bb")
+            + bytes.fromhex("e00000"),
+        ),
+    ],
+)
+def test_the_bytes_of_a_header_of_ours(
+    client: ProxiedClient, server: tuple[object, ...], header: bytes
+) -> None:
+    """Section 2.2 of the specification: both addresses, of one family, both ports, extensions."""
+    assert render_v2(client, server) == header
