@@ -185,9 +185,16 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "address. Raise it if all devices come through a proxy that does not speak the PROXY "
         "protocol. None: 1,000, or fewer if `max_connections` or the limit on open files is low, "
         "so that one address cannot take all places. A number that you set is not lowered.",
-        "proxies": "Addresses or networks of the load balancers in front of the device listener. "
-        "They must send the PROXY protocol (version 1 or 2), which tells the client's address.",
-        "drain_s": "How long a stopping server waits for uploads under way.",
+        "proxies": "Addresses or networks that send the PROXY protocol (version 1 or 2) to the "
+        "device listener: load balancers and, at an aggregator, selectors with `upload_routes`. It "
+        "tells the client's address. Connections from there without it are closed.",
+        "upload_routes": "At a selector: maps the host in each aggregator's `upload_url` to the "
+        "address of that aggregator's listener `devices`. If a TLS connection asks for one of "
+        "these hosts, the selector [passes it "
+        "through](run-on-many-machines.md#let-selectors-pass-tls-through-to-aggregators) without "
+        "decrypting it. `*` stands for one part of the name, the same on both sides. Needs "
+        "`tls_certificate`. Other roles ignore it.",
+        "drain_s": "How long a stopping aggregator waits for uploads under way.",
         "webhooks": "https URLs to which alerts and new versions are posted, see "
         "[webhooks](logs.md#webhooks).",
         "webhook_key": "File with the key that signs what is posted. Required with `webhooks`.",

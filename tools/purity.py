@@ -28,6 +28,7 @@ ALLOWED: tuple[str, ...] = (
     # On strings. load and dump work on files.
     *("json.dumps", "json.loads"),
     # Parses addresses; opens no socket.
+    "ipaddress.ip_address",
     "ipaddress.ip_network",
     # A generator with its own seed. The functions of `random` share one seeded by the system.
     "random.Random",

@@ -41,8 +41,10 @@ from papaya.cli.output import (
 from papaya.cli.status import trouble
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
+from papaya.config.upload_routes import UploadRoutes
 from papaya.credentials.tls import (
     AUTHORITY_HINT,
+    CLOSED_HINT,
     client_context,
     explain_connecting,
     is_of_another_name,
@@ -50,6 +52,7 @@ from papaya.credentials.tls import (
 from papaya.credentials.token_files import read
 from papaya.device.trust import read_policy
 from papaya.errors import OperatorError
+from papaya.http.proxy_protocol import LOCAL_HEADER
 from papaya.secagg.parameters import PublicParameters
 from papaya.server.admin.views import SystemStatus
 from papaya.server.certificates import Certificates
@@ -152,6 +155,7 @@ def examine(options: DoctorOptions) -> Iterator[Diagnosis]:
         ("certificate", partial(_certificates, options.role)),
         ("addresses", partial(_listeners, options.role)),
         ("upload_url", partial(_upload_url, options.role)),
+        ("upload_routes", partial(_upload_routes, options.role)),
         ("server", _running_server),
         ("TSA", _collateral),
         ("TSA", partial(_evidence, options)),
@@ -254,7 +258,7 @@ def _open_files(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis
     if limit < LEAST:
         text = f"the limit is {limit} files, but a server needs {LEAST}"
         yield Diagnosis("open files", "problem", text, hint)
-    elif (given := connections_within(limit, wanted, len(_listening(role, deployment)))) < wanted:
+    elif (given := connections_within(limit, wanted, _shares(role, deployment))) < wanted:
         text = (
             f"{limit:,} is too low for max_connections = {wanted:,}: each listener takes {given:,}"
         )
@@ -286,6 +290,12 @@ def _listening(role: Role | None, deployment: Deployment) -> tuple[str, ...]:
     """The settings of the addresses that a process of this role listens on."""
     names = _LISTENERS[role]
     return ("devices", *names) if role == "aggregator" and deployment.upload_url else names
+
+
+def _shares(role: Role | None, deployment: Deployment) -> int:
+    """Parts of the open files: one for each listener, and one for connections passed through."""
+    passes_on = role in (None, "selector") and bool(deployment.upload_routes)
+    return len(_listening(role, deployment)) + passes_on
 
 
 def _listeners(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis]:
@@ -327,6 +337,45 @@ def _upload_url(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis
         yield Diagnosis("upload_url", "warning", text, hint)
     else:
         yield Diagnosis("upload_url", "good", f"{url} answers")
+
+
+def _upload_routes(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis]:
+    """Sends a PROXY header as a selector does, then does a TLS handshake as a device does."""
+    if role not in (None, "selector"):
+        return
+    routes = UploadRoutes(deployment.upload_routes)
+    for name, target in deployment.upload_routes.items():
+        if name.startswith("*"):
+            text = (
+                f"{name} = {target}: not checked, because * can be any name; run papaya doctor "
+                "aggregator on each aggregator"
+            )
+            yield Diagnosis("upload_routes", "good", text)
+            continue
+        where = routes.find(name)
+        assert where is not None
+        context = client_context(deployment.tls_authority)
+        try:
+            with (
+                socket.create_connection(where, _CONNECT_S) as plain,
+                context.wrap_socket(
+                    plain, server_hostname=name, do_handshake_on_connect=False
+                ) as tls,
+            ):
+                socket.socket.sendall(tls, LOCAL_HEADER)  # not through TLS
+                tls.do_handshake()
+        except OSError as error:
+            problem, hint = explain_connecting(error, f"https://{name}")
+            text = f"{name} at {target}: {problem}; devices upload through selectors instead"
+            hint = _own_setting(hint) or "check that the aggregator runs, its address, the firewall"
+            if hint == CLOSED_HINT:
+                hint = (
+                    "at the aggregator, add the address of this selector to proxies; check that "
+                    f"{target} is its listener `devices`"
+                )
+            yield Diagnosis("upload_routes", "warning", text, hint)
+        else:
+            yield Diagnosis("upload_routes", "good", f"{name} at {target} answers")
 
 
 def _own_setting(hint: str) -> str:

@@ -16,6 +16,7 @@ from msgspec import Struct
 from papaya.config.checks import require, require_count, require_positive_s
 from papaya.config.oidc import OidcConfig
 from papaya.config.server import ServerConfig
+from papaya.config.upload_routes import UploadRoutes
 from papaya.errors import ConfigError
 
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/?")
@@ -76,6 +77,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_connections: int = 5_000
     max_connections_per_address: int | None = None
     proxies: tuple[str, ...] = ()
+    upload_routes: dict[str, str] = {}
     drain_s: float = 10.0
     webhooks: tuple[str, ...] = ()
     webhook_key: str | None = None
@@ -100,6 +102,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         )
         self._check_certificates()
         self._check_upload_url()
+        self._check_upload_routes()
         self._check_tsas()
         self._check_webhooks()
         for extension in self.extensions:
@@ -202,6 +205,23 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             self.upload_url,
             "devices would send their updates without TLS to a listener that has it",
             "write https://",
+        )
+
+    def _check_upload_routes(self) -> None:
+        UploadRoutes(self.upload_routes)
+        require(
+            not self.upload_routes or self.tls_certificate is not None,
+            "upload_routes",
+            self.upload_routes,
+            "needs TLS: the selector reads the aggregator's name from the device's TLS handshake",
+            "set tls_certificate and tls_key, or remove upload_routes",
+        )
+        require(
+            self.devices not in self.upload_routes.values(),
+            "upload_routes",
+            self.upload_routes,
+            f"leads to this server itself, which listens on devices = {self.devices}",
+            "write the addresses of aggregators",
         )
 
     def _check_webhooks(self) -> None:

@@ -41,7 +41,7 @@ _EXPLAINED = (9, 10, *_WRONG_NAME)  # and for dates
 # How OpenSSL calls an answer that is not TLS.
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 
-_CLOSED_HINT = (
+CLOSED_HINT = (
     "check that the server runs; if a load balancer is in front of it, the server must list it in "
     "proxies if and only if it sends the PROXY protocol"
 )
@@ -317,7 +317,7 @@ def explain_connecting(error: Exception, url: str) -> tuple[str, str]:
     """Like `explain`, for an error from before the first request."""
     is_closed = isinstance(error, ssl.SSLEOFError | ConnectionResetError)
     if is_closed and url.startswith("https://"):
-        return "it closed the connection during the TLS handshake", _CLOSED_HINT
+        return "it closed the connection during the TLS handshake", CLOSED_HINT
     return explain(error, url)
 
 

@@ -28,6 +28,8 @@ def _hint(problem: str) -> str:
         field.name: f"{field.name} in the table [server]"
         for field in msgspec.structs.fields(ServerConfig)
     }
+    if unknown and unknown[1] in Deployment.__struct_fields__:
+        return f"{unknown[1]} belongs above the first [table] of the file"
     close = get_close_matches(unknown[1], names, n=1) if unknown else []
     meant = f"did you mean {names[close[0]]}? " if close else ""
     return f"{meant}docs/configuration.md lists every field"

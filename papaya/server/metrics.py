@@ -43,6 +43,7 @@ from papaya import __version__
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.held_task import HeldTask, TaskPhase
 from papaya.coordinator.coordinator import Coordinator
+from papaya.http.passthrough import Passthrough
 from papaya.messages.participation import AbortReason, DiscardReason, LeaveReason
 from papaya.messages.reasons import in_words
 from papaya.messages.storage import Outcome
@@ -178,6 +179,19 @@ class WorkersCollector(Collector):
         for name, help_ in _WORK.items():
             value = getattr(self._workers.counters, name)
             yield CounterMetricFamily(f"papaya_worker_{name}", help_, value)
+
+
+class PassthroughCollector(Collector):
+    def __init__(self, passthrough: Passthrough) -> None:
+        self._passthrough = passthrough
+
+    def collect(self) -> Iterator[Metric]:
+        name = "papaya_passthrough_connections"
+        help_ = "TLS connections that ask for an aggregator, by outcome."
+        family = CounterMetricFamily(name, help_, labels=("outcome",))
+        family.add_metric(("passed",), self._passthrough.passed)
+        family.add_metric(("unreachable",), self._passthrough.unreachable)
+        yield family
 
 
 class BuildCollector(Collector):

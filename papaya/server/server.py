@@ -1,6 +1,7 @@
 """A server process with one role or all of them: start and stop.
 
-    devices   ──▶ selector       check-in, participation, chunks, parameters
+    devices   ──▶ selector       check-in, participation, chunks, parameters; passes TLS connections
+                                 for hosts in `upload_routes` through to aggregators
               ──▶ aggregator     chunks and Complete, if it has an `upload_url`
     servers   ──▶ all roles      messages among servers, requests that selectors pass on; only if
                                  the roles run in several processes
@@ -32,12 +33,14 @@ from papaya.clock import Clock
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
 from papaya.config.oidc import OidcConfig
+from papaya.config.upload_routes import UploadRoutes
 from papaya.coordinator.coordinator import Coordinator
 from papaya.credentials.token_files import read
 from papaya.errors import LostHistory, OperatorError, PapayaError
 from papaya.http.errors import ListenError
 from papaya.http.limits import ListenerLimits
 from papaya.http.listener import Listener, serve
+from papaya.http.passthrough import Passthrough
 from papaya.http.routes import HttpRoute
 from papaya.learning import entry_points
 from papaya.messages.base import Message, NodeId
@@ -77,6 +80,7 @@ from papaya.server.metrics import (
     CertificateCollector,
     DriverMetrics,
     EvaluationCollector,
+    PassthroughCollector,
     TsaCollector,
     watch_process,
 )
@@ -123,7 +127,7 @@ class Server:
         most = deployment.max_connections
         if open_files is not None:
             listeners = 1 + self._serves_devices + (not self._names.is_alone)
-            most = connections_within(open_files, most, listeners)
+            most = connections_within(open_files, most, listeners + self._passes_tls_through)
         self._limits = ListenerLimits(max_connections=most)
         if (each := deployment.max_connections_per_address) is None:
             each = connections_of_one_address(most)
@@ -322,6 +326,11 @@ class Server:
         takes_uploads = "aggregator" in self.roles and bool(self.deployment.upload_url)
         return "selector" in self.roles or takes_uploads
 
+    @property
+    def _passes_tls_through(self) -> bool:
+        """Then a connection may need a second one, to an aggregator."""
+        return "selector" in self.roles and bool(self.deployment.upload_routes)
+
     def _make_host(self, role: Role, boot: int) -> Host:
         shared, server = self._resources, self.deployment.server
         start = (self._names.node(role), boot, shared.clock.now(), server)
@@ -383,6 +392,7 @@ class Server:
         routes: list[HttpRoute],
         limits: ListenerLimits | None = None,
         proxies: tuple[str, ...] = (),
+        passthrough: Passthrough | None = None,
     ) -> None:
         host, port = address(name, where)
         certificates = self._resources.certificates
@@ -398,6 +408,7 @@ class Server:
                 blame=blame_peer,
                 tls=certificates.servers if name == "servers" else certificates.doors,
                 proxies=proxies,
+                passthrough=passthrough,
             )
         except ListenError as error:
             raise _cannot_listen(name, where, error) from error
@@ -409,9 +420,10 @@ class Server:
     async def _open_doors(self) -> None:
         if self._serves_devices:
             is_selector = "selector" in self.roles
-            routes = self._devices_routes() if is_selector else self._upload_routes()
+            routes = self._devices_routes() if is_selector else self._direct_upload_routes()
             where, proxies = self.deployment.devices, self.deployment.proxies
-            await self._listen("devices", where, routes, self._device_limits, proxies)
+            limits, passthrough = self._device_limits, self._passthrough()
+            await self._listen("devices", where, routes, limits, proxies, passthrough)
         await self._listen("admin", self.deployment.admin, self._admin_routes())
         await self._tell_address()
 
@@ -435,10 +447,17 @@ class Server:
         uploads = Uploads(shared.clock, shared.peers, selector.machine, self._aggregators, driver)
         return [*door.routes(), uploads.route(), public_log.route(self._log)]
 
-    def _upload_routes(self) -> list[HttpRoute]:
+    def _direct_upload_routes(self) -> list[HttpRoute]:
         """What devices may send to an aggregator without a selector in between."""
         complete = participation_routes(self._to_aggregator, kinds=(Complete,))
         return [*complete, self._own_uploads().route()]
+
+    def _passthrough(self) -> Passthrough | None:
+        if not self._passes_tls_through:
+            return None
+        passthrough = Passthrough(UploadRoutes(self.deployment.upload_routes).find)
+        self._operations.driver.registry.register(PassthroughCollector(passthrough))
+        return passthrough
 
     def _own_uploads(self) -> Uploads:
         """Chunks for the aggregator of this process."""

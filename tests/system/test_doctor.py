@@ -17,6 +17,7 @@ import pytest
 from papaya.cli.doctor import Diagnosis, DoctorOptions, examine, run
 from papaya.cli.main import main
 from papaya.config import AsyncFL, SecureAggregation, TaskConfig
+from papaya.http.proxy_protocol import LOCAL_HEADER
 from papaya.store.postgresql import PostgresState
 from tests.postgresql import postgres
 from tests.s3.server import BUCKET, key_file, s3_server
@@ -271,6 +272,36 @@ def test_the_address_for_direct_uploads_is_tried(tmp_path: Path) -> None:
     assert "unknown host" in grade("https://nobody.invalid")[1]
 
 
+def test_upload_routes_are_tried_as_a_selector_passes_connections_on(tmp_path: Path) -> None:
+    config = tmp_path / "selector.toml"
+    made = make_certificates(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(made.certificate, made.key)
+
+    def grade(name: str, target: str) -> tuple[str, str, str]:
+        settings = [f'{setting} = "{path}"' for setting, path in made.listeners().items()]
+        routes = f'upload_routes = {{ "{name}" = "{target}" }}'
+        config.write_text("\n".join([*settings, routes]), encoding="utf-8")
+        options = DoctorOptions(role="selector", config=config)
+        [each] = [each for each in examine(options) if each.subject == "upload_routes"]
+        return each.grade, each.text, each.hint
+
+    def aggregator(expects_proxies: bool) -> tuple[str, str, str]:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            greeter = Thread(target=_shake_hands, args=(listening, context, expects_proxies))
+            greeter.start()
+            found = grade("localhost", f"127.0.0.1:{listening.getsockname()[1]}")
+            greeter.join()
+            return found
+
+    assert aggregator(expects_proxies=True)[0] == "good"
+    refused, _, hint = aggregator(expects_proxies=False)
+    assert (refused, "to proxies" in hint) == ("warning", True)
+    refused, why, _ = grade("localhost", "nobody.invalid:8750")
+    assert (refused, "upload through selectors" in why) == ("warning", True)
+    assert grade("*.uploads.example", "*.nobody.invalid:8750")[0] == "good"
+
+
 def test_a_certificate_without_the_address_of_the_admin_api_is_no_problem(tmp_path: Path) -> None:
     """Devices and owners use its names; doctor uses the address that the server listens on."""
     made = Authority(tmp_path / "tls").issue("server", hosts=["papaya.example"])
@@ -285,8 +316,12 @@ def test_a_certificate_without_the_address_of_the_admin_api_is_no_problem(tmp_pa
         assert (each.grade, each.hint.startswith("set tls_authority")) == ("problem", True)
 
 
-def _shake_hands(listening: socket.socket, context: ssl.SSLContext) -> None:
+def _shake_hands(
+    listening: socket.socket, context: ssl.SSLContext, expects_proxies: bool = False
+) -> None:
     plain, _ = listening.accept()
+    if expects_proxies:
+        assert plain.recv(len(LOCAL_HEADER), socket.MSG_WAITALL) == LOCAL_HEADER
     # The doctor closes the connection as soon as its side of the handshake is over.
     with plain, suppress(OSError), context.wrap_socket(plain, server_side=True):
         pass

@@ -310,7 +310,7 @@ def test_the_readme_has_one_example_of_twenty_lines() -> None:
 
 def test_every_block_says_its_language_or_is_a_picture() -> None:
     languages = {match.group(1) for page in PAGES for match in FENCE.finditer(text_of(page))}
-    assert languages <= {"", "console", "json", "python", "sh", "toml"}
+    assert languages <= {"", "console", "json", "python", "sh", "toml", "yaml"}
 
 
 # --- The device protocol and the admin API against the code

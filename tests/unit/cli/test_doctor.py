@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,14 +70,21 @@ def test_the_limit_on_open_files_is_shared_by_all_listeners(
 ) -> None:
     """As at the start of a server."""
     monkeypatch.setattr(doctor, "raise_limit", lambda: 20_000)
-    for role, upload_url, listeners in (
-        ("selector", "", 3),
-        ("coordinator", "", 2),
-        ("aggregator", "", 2),
-        ("aggregator", "https://up.example", 3),
-        (None, "", 2),
+    passing: dict[str, Any] = {
+        "upload_routes": {"up.example": "10.0.0.1:8750"},
+        "tls_certificate": "selector.pem",
+        "tls_key": "selector.key",
+    }
+    for role, settings, listeners in (
+        ("selector", {}, 3),
+        ("selector", passing, 4),  # a connection that is passed on is two files
+        ("coordinator", {}, 2),
+        ("coordinator", passing, 2),
+        ("aggregator", {}, 2),
+        ("aggregator", {"upload_url": "https://up.example"}, 3),
+        (None, {}, 2),
     ):
-        deployment = Deployment(upload_url=upload_url)
+        deployment = Deployment(**settings)
         wanted = deployment.max_connections
         given = connections_within(20_000, wanted, listeners)
         [found] = _open_files(role, deployment)  # type: ignore[arg-type]

@@ -35,6 +35,7 @@ def test_a_file_that_cannot_be_meant_is_refused_by_name(tmp_path: Path, text: st
         ("tsa_plattform = 'sgx'", "did you mean tsa_platform?"),
         ("heartbeat_s = 2.0", "did you mean heartbeat_s in the table [server]?"),
         ("[server]\nhartbeat_s = 2.0", "did you mean heartbeat_s in the table [server]?"),
+        ("[server]\nproxies = []", "proxies belongs above the first [table]"),
     ],
 )
 def test_a_misspelt_name_is_recognized(tmp_path: Path, text: str, meant: str) -> None:

@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
 from papaya import __version__
+from papaya.http.passthrough import Passthrough
 from papaya.messages.storage import PointRow, Transaction, point_key
 from papaya.server.admin.history import TaskHistory
 from papaya.server.metrics import (
@@ -30,6 +31,7 @@ from papaya.server.metrics import (
     CoordinatorCollector,
     DriverMetrics,
     EvaluationCollector,
+    PassthroughCollector,
     SelectorCollector,
     WorkersCollector,
     buckets,
@@ -189,6 +191,14 @@ def test_a_request_is_counted_and_timed_under_its_template() -> None:
     assert series["papaya_http_requests_total", (*labels, ("status", "200"))] == 2
     assert series["papaya_http_requests_total", (*labels, ("status", "503"))] == 1
     assert series["papaya_http_request_seconds_count", labels] == 3
+
+
+def test_connections_that_are_passed_through_are_counted_by_outcome() -> None:
+    passthrough = Passthrough(lambda name: None)
+    passthrough.passed, passthrough.unreachable = 3, 2
+    value = scrape(PassthroughCollector(passthrough))
+    assert value("passthrough_connections_total", outcome="passed") == 3
+    assert value("passthrough_connections_total", outcome="unreachable") == 2
 
 
 def test_two_processes_in_one_interpreter_count_apart() -> None:
