@@ -27,7 +27,7 @@ PAPAYA = (sys.executable, "-m", "papaya")
 START_S = 300.0
 STOP_S = 300.0
 _LOGGED_LINES = 4000
-Toml = str | int | float | Sequence[str]
+Toml = str | int | float | Sequence[str] | Mapping[str, str]
 
 # One heartbeat decides how long a failure takes to be noticed. Shorter ones take a busy machine
 # for a dead one.
@@ -260,9 +260,15 @@ class Installation:
 
 
 def toml(deployment: dict[str, Toml], server: dict[str, Toml]) -> str:
-    lines = [f"{key} = {json.dumps(value)}" for key, value in deployment.items()]
-    lines += ["[server]", *(f"{key} = {json.dumps(value)}" for key, value in server.items())]
+    lines = [f"{key} = {_value(value)}" for key, value in deployment.items()]
+    lines += ["[server]", *(f"{key} = {_value(value)}" for key, value in server.items())]
     return "\n".join(lines) + "\n"
+
+
+def _value(value: Toml) -> str:
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{json.dumps(k)} = {json.dumps(v)}' for k, v in value.items())} }}"
+    return json.dumps(value)
 
 
 def environment() -> dict[str, str]:

@@ -70,20 +70,24 @@ class Apart:
             self._add("coordinator", i, servers=where) for i, where in enumerate(candidates)
         ]
         self.coordinator = self.coordinators[0]
-        self.selectors = [self._add("selector", i) for i in range(selectors)]
         self.upload_urls = [
             f"{direct}://{installation.reserve()}" if direct else "" for _ in range(aggregators)
         ]
+        self.selectors = [self._add("selector", i, **self._door(i)) for i in range(selectors)]
         self.aggregators = [
             self._add("aggregator", i, **self._uploads(url))
             for i, url in enumerate(self.upload_urls)
         ]
 
-    def _uploads(self, url: str) -> dict[str, str]:
+    def _door(self, number: int) -> dict[str, Toml]:
+        """Settings of one selector."""
+        return {}
+
+    def _uploads(self, url: str) -> dict[str, Toml]:
         """The last release knows no `upload_url`, so it is named only if there is one."""
         return {"upload_url": url, "devices": url.rpartition("/")[2]} if url else {}
 
-    def _add(self, role: str, number: int = 0, **own: str) -> ServerProcess:
+    def _add(self, role: str, number: int = 0, **own: Toml) -> ServerProcess:
         deployment = {**self._shared, **own}
         name = f"{role}-{number}"
         return self.installation.add(name, role, deployment=deployment, server=self._server)
