@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import msgspec
@@ -20,6 +21,7 @@ import yaml
 
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES
+from papaya.config.upload_routes import UploadRoutes
 from papaya.server.certificates import CALLERS
 
 CHART = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "papaya"
@@ -35,6 +37,13 @@ SEPARATE = (
     "selector.autoscaling.enabled=true",
     "aggregator.autoscaling.enabled=true",
     'config=state = "postgresql://db"\nblobs = "s3://bucket/papaya"',
+)
+THROUGH_SELECTORS = (
+    *SEPARATE,
+    "aggregator.uploads.url=https://$(POD_NAME).Uploads.example:8750",
+    "aggregator.uploads.through=selectors",
+    "aggregator.uploads.proxies={10.244.0.0/16}",
+    "selector.proxies={192.0.2.1}",
 )
 Object = dict[str, Any]
 
@@ -87,7 +96,11 @@ def pods(objects: list[Object]) -> dict[str, Object]:
     }
 
 
-@pytest.mark.parametrize("values", [(), SEPARATE], ids=["single", "separate"])
+@pytest.mark.parametrize(
+    "values",
+    [(), SEPARATE, THROUGH_SELECTORS],
+    ids=["single", "separate", "through selectors"],
+)
 def test_the_chart_is_valid(helm: str, values: Sequence[str]) -> None:
     lint = run(helm, "lint", "--strict", str(CHART), *_set(values))
     assert lint.returncode == 0, lint.stdout
@@ -110,33 +123,43 @@ def test_no_container_may_do_more_than_it_needs(helm: str, values: Sequence[str]
             assert allowed["capabilities"] == {"drop": ["ALL"]}, name
 
 
-def settings(objects: list[Object]) -> dict[str, Any]:
+def settings(objects: list[Object], role: str) -> dict[str, Any]:
+    """In the file that the pods of this role read."""
     [config] = of_kind(objects, "ConfigMap").values()
-    return tomllib.loads(config["data"]["papaya.toml"])
+    arguments = pods(objects)[f"fl-{role}"]["containers"][-1]["args"]
+    file = Path(arguments[arguments.index("--config") + 1])
+    assert file.parent == Path("/etc/papaya")
+    return tomllib.loads(config["data"][file.name])
+
+
+def deployment(objects: list[Object], role: str) -> Deployment:
+    return msgspec.convert(settings(objects, role), Deployment)
 
 
 def test_the_settings_are_accepted_by_the_servers(helm: str) -> None:
-    msgspec.convert(settings(rendered(helm, ())), Deployment)
-    found = msgspec.convert(settings(rendered(helm, SEPARATE)), Deployment)
-    assert (found.state, found.blobs) == ("postgresql://db", "s3://bucket/papaya")
-    assert found.has_mutual_tls
-    assert len(found.tsa_addresses) == 2
+    deployment(rendered(helm, ()), "single")
+    objects = rendered(helm, SEPARATE)
+    for role in (*ROLES, "tsa"):
+        found = deployment(objects, role)
+        assert (found.state, found.blobs) == ("postgresql://db", "s3://bucket/papaya")
+        assert found.has_mutual_tls
+        assert len(found.tsa_addresses) == 2
 
 
 def test_every_role_is_called_by_the_name_that_it_announces(helm: str) -> None:
     objects = rendered(helm, SEPARATE)
-    found, services = settings(objects), of_kind(objects, "Service")
+    services = of_kind(objects, "Service")
     for role in ROLES:
-        name = f"fl-{role}"
+        name, found = f"fl-{role}", settings(objects, role)
         [container] = pods(objects)[name]["containers"]
         announced = container["args"][container["args"].index("--announce") + 1]
         assert announced == f"$(POD_NAME).{name}.train.svc:8752"
         assert services[name]["spec"]["clusterIP"] == "None"
         assert of_kind(objects, "StatefulSet")[name]["spec"]["serviceName"] == name
-    assert found["coordinators"] == [
-        f"fl-coordinator-{i}.fl-coordinator.train.svc:8752" for i in range(2)
-    ]
-    assert found["tsa"] == [f"tls:fl-tsa-{i}.fl-tsa.train.svc:8760" for i in range(2)]
+        assert found["coordinators"] == [
+            f"fl-coordinator-{i}.fl-coordinator.train.svc:8752" for i in range(2)
+        ]
+        assert found["tsa"] == [f"tls:fl-tsa-{i}.fl-tsa.train.svc:8760" for i in range(2)]
 
 
 def test_a_process_is_restarted_only_if_it_does_not_answer(helm: str) -> None:
@@ -152,7 +175,7 @@ def test_a_process_is_restarted_only_if_it_does_not_answer(helm: str) -> None:
 
 
 def test_a_pod_has_time_to_hand_its_tasks_over(helm: str) -> None:
-    found = msgspec.convert(settings(rendered(helm, ())), Deployment)
+    found = deployment(rendered(helm, ()), "single")
     needed_s = found.drain_s + found.server.dead_after_s
     for name, pod in pods(rendered(helm, SEPARATE)).items():
         if name != "fl-tsa":
@@ -184,6 +207,25 @@ def test_only_the_roles_that_call_a_role_may_connect_to_it(helm: str) -> None:
         (("mode=separate", "secrets.tokens=t", "config=state = "), "needs a bucket"),
         (("tsa.enabled=true",), "needs secrets.roles"),
         (tuple(v for v in SEPARATE if "roles" not in v and "tsa" not in v), "needs secrets.roles"),
+        (("aggregator.uploads.through=ingress",), "use services or selectors"),
+        ((*THROUGH_SELECTORS, "aggregator.uploads.url="), "needs aggregator.uploads.url"),
+        (
+            (*THROUGH_SELECTORS, "aggregator.uploads.url=https://uploads.example"),
+            "needs aggregator.uploads.url",
+        ),
+        (
+            (*THROUGH_SELECTORS, "aggregator.uploads.url=http://$(POD_NAME).uploads.example"),
+            "needs aggregator.uploads.url",
+        ),
+        (
+            (*THROUGH_SELECTORS, "aggregator.uploads.proxies=null"),
+            "needs aggregator.uploads.proxies",
+        ),
+        ((*THROUGH_SELECTORS, "secrets.tls="), "needs secrets.tls"),
+        (
+            (*THROUGH_SELECTORS, "config=state = \nblobs = \nproxies = []"),
+            "remove it from config",
+        ),
     ],
 )
 def test_values_that_cannot_work_are_explained(
@@ -218,3 +260,38 @@ def test_devices_reach_each_aggregator_if_they_may_upload_to_it(helm: str) -> No
         assert list(service["metadata"]["annotations"].values()) == [f"{pod}.uploads.example"]
     assert "fl-uploads-2" not in services
     assert not [name for name in of_kind(rendered(helm, SEPARATE), "Service") if "uploads" in name]
+
+
+def test_selectors_pass_uploads_on_to_the_pod_that_devices_name(helm: str) -> None:
+    objects = rendered(helm, THROUGH_SELECTORS)
+    routes = UploadRoutes(deployment(objects, "selector").upload_routes)
+    [container] = pods(objects)["fl-aggregator"]["containers"]
+    arguments = container["args"]
+    announced = arguments[arguments.index("--announce") + 1].partition(":")[0]
+    url = urlsplit(arguments[arguments.index("--upload-url") + 1].replace("$(POD_NAME)", "pod-7"))
+    [port] = [port["containerPort"] for port in container["ports"] if port["name"] == "devices"]
+    assert url.hostname is not None
+    assert routes.find(url.hostname) == (announced.replace("$(POD_NAME)", "pod-7"), port)
+    assert routes.find("uploads.example") is None
+    assert not [name for name in of_kind(objects, "Service") if "uploads" in name]
+
+
+def test_aggregators_take_uploads_from_selectors_only(helm: str) -> None:
+    objects = rendered(helm, THROUGH_SELECTORS)
+    rules = of_kind(objects, "NetworkPolicy")["fl-aggregator"]["spec"]["ingress"]
+    [rule] = [rule for rule in rules if rule["ports"] == [{"port": 8750}]]
+    [peer] = rule["from"]
+    selectors = of_kind(objects, "StatefulSet")["fl-selector"]["spec"]["template"]
+    assert peer == {"podSelector": {"matchLabels": selectors["metadata"]["labels"]}}
+
+
+def test_each_role_has_its_own_proxies(helm: str) -> None:
+    """Also if `config` ends with a table, to which lines after it would belong."""
+    config = 'config=state = "postgresql://db"\nblobs = "s3://bucket/papaya"\n[oidc]\nissuer = "i"'
+    objects = rendered(helm, (*THROUGH_SELECTORS, config))
+    assert settings(objects, "aggregator")["proxies"] == ["10.244.0.0/16"]
+    assert settings(objects, "selector")["proxies"] == ["192.0.2.1"]
+    assert "upload_routes" in settings(objects, "selector")
+    for role in ("coordinator", "tsa"):
+        assert not {"proxies", "upload_routes"} & settings(objects, role).keys()
+    assert "upload_routes" not in settings(objects, "aggregator")
