@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -33,6 +35,7 @@ ANY_PORT = "127.0.0.1:0"
 _BALANCER = Path(__file__).parents[1] / "deploy" / "haproxy" / "haproxy.cfg"
 # These need root, or more open files than a benchmark may have.
 _FOR_SERVICES = "  user haproxy\n  group haproxy\n  chroot /var/lib/haproxy\n  maxconn 20000\n"
+Uploads = Literal["", "direct", "haproxy", "selector"]
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PATIENCE_S = 60.0
 _POLL_S = 0.05
@@ -128,14 +131,13 @@ def running(
     program: tuple[str, ...] = (PAPAYA,),
     selectors: int = 1,
     aggregators: int = 1,
-    direct: bool = False,
-    routed: bool = False,
+    uploads: Uploads = "",
     **settings: object,
 ) -> Iterator[Servers]:
     """All roles in one process, or each in its own, with nothing on disk before or after.
 
-    `direct`: devices upload to the aggregators themselves. `routed`: they upload to the only
-    aggregator through haproxy, which chooses it by its name and passes TLS on.
+    `uploads`: "direct": devices upload to the aggregators themselves. "haproxy" or "selector": it
+    finds the only aggregator by its name and passes TLS through. "": selectors relay uploads.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="papaya-bench-")))
@@ -150,17 +152,20 @@ def running(
             _start(stack, servers, folder, deployment, "coordinator")
             where = servers.addresses["coordinator"]["servers"]
             deployment = msgspec.structs.replace(deployment, coordinators=(where,))
+            front, aggregator = deployment, deployment
+            if uploads in ("haproxy", "selector"):
+                aggregator = _under_a_name(deployment)
+            if uploads == "selector":
+                front = _in_front_of(aggregator, deployment)
             for role, count in (("selector", selectors), ("aggregator", aggregators)):
                 for number in range(count):
                     name = role if number == 0 else f"{role} {number + 1}"
-                    own = deployment
-                    if direct and role == "aggregator":
+                    own = front if role == "selector" else aggregator
+                    if uploads == "direct" and role == "aggregator":
                         own = _with_upload_url(deployment)
-                    elif routed and role == "aggregator":
-                        own = _behind_balancer(deployment)
                     _start(stack, servers, folder, own, name)
-                    if routed and role == "aggregator":
-                        _start_balancer(stack, servers, folder, own)
+            if uploads == "haproxy":
+                _start_balancer(stack, servers, folder, aggregator)
         yield servers
 
 
@@ -170,8 +175,8 @@ def _free_port() -> int:
         return port
 
 
-def _behind_balancer(deployment: Deployment) -> Deployment:
-    """Settings of the only aggregator behind a load balancer, under the name `localhost`."""
+def _under_a_name(deployment: Deployment) -> Deployment:
+    """Settings of the only aggregator, which devices reach under the name `localhost`."""
     return msgspec.structs.replace(
         deployment,
         devices=f"127.0.0.1:{_free_port()}",
@@ -180,13 +185,20 @@ def _behind_balancer(deployment: Deployment) -> Deployment:
     )
 
 
+def _in_front_of(aggregator: Deployment, deployment: Deployment) -> Deployment:
+    """Settings of a selector that passes TLS through to the aggregator."""
+    where = f"127.0.0.1:{urlsplit(aggregator.upload_url).port}"
+    routes = {"localhost": aggregator.devices}
+    return msgspec.structs.replace(deployment, devices=where, upload_routes=routes)
+
+
 def _start_balancer(
     stack: ExitStack, servers: Servers, folder: Path, aggregator: Deployment
 ) -> None:
     """haproxy, with the configuration that we ship."""
     program = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
     require(program is not None, "haproxy is not installed (hint: apt-get install haproxy)")
-    port = int(aggregator.upload_url.rpartition(":")[2])
+    port = urlsplit(aggregator.upload_url).port
     text = _BALANCER.read_text(encoding="ascii")
     for shipped, own in (
         ("  bind :443", f"  bind 127.0.0.1:{port}"),
@@ -287,8 +299,10 @@ def _start(
 def deployment_toml(deployment: Deployment) -> str:
     """Its strings, numbers and lists of them are written in TOML as they are in JSON."""
     found = msgspec.to_builtins(deployment)
-    server = found.pop("server")
+    server, routes = found.pop("server"), found.pop("upload_routes")
     lines = [f"{k} = {json.dumps(v)}" for k, v in found.items() if v is not None]
+    if routes:  # earlier versions do not know them
+        lines += ["[upload_routes]", *(f'"{name}" = "{to}"' for name, to in routes.items())]
     return "\n".join([*lines, "[server]", *(f"{k} = {v!r}" for k, v in server.items())])
 
 

@@ -1,6 +1,6 @@
 """Claim: TLS costs the servers little more CPU than the bytes themselves cost OpenSSL.
 
-The same uploads as in `data_plane.py`, over TLS, in five arrangements. The peer is a small program
+The same uploads as in `data_plane.py`, over TLS, in six arrangements. The peer is a small program
 in C that receives the same bytes over as many TLS connections and drops them (`_bare_tls.c`,
 compiled here; it needs gcc and OpenSSL's headers). Server CPU per update of 20 MiB ÷ that of the
 peer, in turns within one run:
@@ -9,10 +9,11 @@ peer, in turns within one run:
     selector and aggregator, uploads to the aggregator    at most 2.5
     selector and aggregator, TLS for devices only         at most 2.5
     selector and aggregator, TLS on both hops             at most 4
-    haproxy passes TLS on to the aggregator               at most 4
+    the selector passes TLS through to the aggregator     at most 4
+    haproxy passes TLS through to the aggregator          at most 4
 
-In the last case both hops are under TLS, but only the aggregator decrypts
-(`deploy/haproxy/haproxy.cfg`). The CPU of haproxy, selector and coordinator is included.
+In the last two cases both hops are under TLS, but only the aggregator decrypts (`upload_routes`,
+`deploy/haproxy/haproxy.cfg`). The CPU of haproxy, selector and coordinator is included.
 
 The servers also check, fold, make durable and count every update; the final model is asserted. Run
 as `python bench/tls.py`, or with the names of cases; prints one JSON line per case.
@@ -79,10 +80,15 @@ def main(cases: list[str]) -> None:
         bare = BareReceiver(Path(folder), settings)
         for case, arrangement, target in (
             ("one process", {"apart": False}, PLAIN_INSIDE),
-            ("direct to the aggregator", {"apart": True, "direct": True}, PLAIN_INSIDE),
+            ("direct to the aggregator", {"apart": True, "uploads": "direct"}, PLAIN_INSIDE),
             ("plain between them", {"apart": True, "servers_tls": False}, PLAIN_INSIDE),
             ("TLS on both hops", {"apart": True}, BOTH_HOPS),
-            ("TLS passed on by haproxy", {"apart": True, "routed": True}, BOTH_HOPS),
+            (
+                "TLS passed through by the selector",
+                {"apart": True, "uploads": "selector"},
+                BOTH_HOPS,
+            ),
+            ("TLS passed through by haproxy", {"apart": True, "uploads": "haproxy"}, BOTH_HOPS),
         ):
             if cases and case not in cases:
                 continue
@@ -90,6 +96,9 @@ def main(cases: list[str]) -> None:
                 used_s, wall_s, bare_s = measure(
                     servers, update, pattern, lambda threads: bare.cpu_s(threads, update)
                 )
+                if "uploads" in arrangement:
+                    relayed = servers.metric("papaya_upload_bytes_total", "selector")
+                    require(relayed == 0, f"the selector has relayed {relayed:g} bytes")
             each_s = sum(used_s.values())
             shares = {f"{name}_ms": round(s * 1e3, 1) for name, s in used_s.items()}
             shares |= {"per_wall_s": round(1 / wall_s, 1), "bare_ms": round(bare_s * 1e3, 1)}
