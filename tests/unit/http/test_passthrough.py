@@ -448,12 +448,13 @@ def test_a_silent_connection_ends(
     run(main(), loop)
 
 
+@pytest.mark.parametrize("limit", ["_SILENT_S", "_LAST_S"])
 @pytest.mark.parametrize("who", ["client", "server"])
 def test_a_connection_is_silent_from_its_last_byte_on(
-    who: str, tls: Contexts, monkeypatch: pytest.MonkeyPatch
+    who: str, limit: str, tls: Contexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock of the loop jumps."""
-    monkeypatch.setattr(passthrough_module, "_SILENT_S", 120.0)
+    """The clock of the loop jumps. Also if the other direction has ended: answers may be long."""
+    monkeypatch.setattr(passthrough_module, limit, 120.0)
     jumps = (75.0, 75.0)
 
     async def main() -> None:
@@ -462,6 +463,9 @@ def test_a_connection_is_silent_from_its_last_byte_on(
         monkeypatch.setattr(running, "time", lambda: real() + ahead)
         async with raw_ends(tls) as (client, server, outer):
             one, other = (client, server) if who == "client" else (server, client)
+            if limit == "_LAST_S":
+                other.shutdown(socket.SHUT_WR)
+                await until_closed(one)
             for jump in jumps:
                 ahead += jump
                 await running.sock_sendall(one, b"x")
@@ -623,10 +627,11 @@ def test_nothing_is_stored_for_a_server_that_does_not_read(loop: str, room_bytes
         running = asyncio.get_running_loop()
         client, clients_end = a_small_pair()
         server, servers_end = a_small_pair()
-        with client, server:
+        with client, server, ExitStack() as stack:
             ends: list[str] = []
             room = memoryview(bytearray(room_bytes))
             passed = PassedConnection(clients_end, servers_end, room, lambda: ends.append("ended"))
+            stack.callback(passed.close)
             sent = 0
             while sent < len(data):
                 try:
@@ -691,6 +696,31 @@ def test_a_server_that_cannot_be_reached(
     assert "Errno 111" in warning
 
 
+@pytest.fixture
+def silent() -> Iterator[Address]:
+    """An address that does not answer: its queue is full, so the kernel drops what arrives."""
+    with socket.socket() as server, socket.socket() as first:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        first.connect(server.getsockname())
+        yield server.getsockname()
+
+
+@both_loops
+def test_a_server_that_does_not_answer_is_given_up(
+    loop: str, silent: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passthrough_module, "_CONNECT_S", 0.1)
+
+    async def main() -> None:
+        async with opening(monkeypatch) as opened:
+            with pytest.raises(PeerUnavailable, match=rf":{silent[1]} .* within 0\.1 s"):
+                await opened.open(*silent)
+            assert (opened.passthrough.passed, opened.passthrough.unreachable) == (0, 1)
+
+    run(main(), loop)
+
+
 @both_loops
 def test_a_server_is_tried_again(loop: str, deaf: Address, tls: Contexts) -> None:
     """A failure is not remembered."""
@@ -748,11 +778,12 @@ class Names:
 
 
 class Opened:
-    """Connections that are handed to `Passthrough`, without a listener."""
+    """Connections that are handed to `Passthrough`, without a listener. All lead to `where`."""
 
-    def __init__(self, stack: ExitStack, waiting: socket.socket) -> None:
+    def __init__(self, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passthrough = Passthrough(lambda name: None)
-        self.where: Address = waiting.getsockname()
+        self.where: Address = stack.enter_context(listening()).getsockname()
+        self.names = stack.enter_context(closing(Names(self.where, monkeypatch)))
         self._stack = stack
 
     async def open(self, host: str, port: int = 1) -> None:
@@ -763,6 +794,16 @@ class Opened:
         await self.passthrough.open(theirs, ("192.0.2.7", 4711), (host, port), lambda: None)
 
 
+@asynccontextmanager
+async def opening(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Opened]:
+    with ExitStack() as stack:
+        opened = Opened(stack, monkeypatch)
+        try:
+            yield opened
+        finally:
+            await opened.passthrough.empty(0)
+
+
 @pytest.mark.parametrize(("fresh_s", "lookups"), [(10 * PATIENCE_S, 1), (0.0, 3)])
 @both_loops
 def test_addresses_are_remembered_for_a_while(
@@ -771,9 +812,8 @@ def test_addresses_are_remembered_for_a_while(
     monkeypatch.setattr(passthrough_module, "_FRESH_S", fresh_s)
 
     async def main() -> None:
-        with ExitStack() as stack:
-            opened = Opened(stack, stack.enter_context(listening()))
-            names = stack.enter_context(closing(Names(opened.where, monkeypatch)))
+        async with opening(monkeypatch) as opened:
+            names = opened.names
             names.may_answer.set()
             for _ in range(3):
                 await opened.open("a.internal")
@@ -781,7 +821,6 @@ def test_addresses_are_remembered_for_a_while(
             await opened.open("b.internal")
             assert names.asked[lookups:] == ["b.internal"]
             assert opened.passthrough.passed == 4
-            await opened.passthrough.empty(0)
 
     run(main(), loop)
 
@@ -792,13 +831,11 @@ def test_few_names_are_looked_up_at_once(loop: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(passthrough_module, "_MAX_LOOKUPS", 3)
 
     async def main() -> None:
-        with ExitStack() as stack:
-            opened = Opened(stack, stack.enter_context(listening()))
-            names = stack.enter_context(closing(Names(opened.where, monkeypatch)))
-            opening = [asyncio.create_task(opened.open(f"{each}.internal")) for each in range(4)]
-            [failed], pending = await asyncio.wait(
-                opening, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S
-            )
+        async with opening(monkeypatch) as opened:
+            names = opened.names
+            tasks = [asyncio.create_task(opened.open(f"{each}.internal")) for each in range(4)]
+            done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            [failed] = done
             with pytest.raises(PeerUnavailable, match="too many names are being looked up"):
                 await failed
             assert opened.passthrough.unreachable == 1
@@ -808,7 +845,6 @@ def test_few_names_are_looked_up_at_once(loop: str, monkeypatch: pytest.MonkeyPa
             assert names.most == 2, "each takes a thread"
             await opened.open("3.internal")
             assert opened.passthrough.passed == 4
-            await opened.passthrough.empty(0)
 
     run(main(), loop)
 
@@ -820,13 +856,10 @@ def test_a_name_that_nobody_answers_for_is_given_up(
     monkeypatch.setattr(passthrough_module, "_LOOKUP_S", 0.1)
 
     async def main() -> None:
-        with ExitStack() as stack:
-            opened = Opened(stack, stack.enter_context(listening()))
-            stack.enter_context(closing(Names(opened.where, monkeypatch)))
+        async with opening(monkeypatch) as opened:
             with pytest.raises(PeerUnavailable, match=r"a\.internal:1 .* within 0\.1 s"):
                 await opened.open("a.internal")
             assert opened.passthrough.unreachable == 1
-            await opened.passthrough.empty(0)
 
     run(main(), loop)
 
@@ -839,16 +872,14 @@ def test_connections_for_one_name_share_a_lookup(
     monkeypatch.setattr(passthrough_module, "_MAX_LOOKUPS", 1)
 
     async def main() -> None:
-        with ExitStack() as stack:
-            opened = Opened(stack, stack.enter_context(listening()))
-            names = stack.enter_context(closing(Names(opened.where, monkeypatch)))
-            opening = [asyncio.create_task(opened.open("a.internal")) for _ in range(20)]
+        async with opening(monkeypatch) as opened:
+            names = opened.names
+            tasks = [asyncio.create_task(opened.open("a.internal")) for _ in range(20)]
             await until(lambda: names.at_once == 1)
             names.may_answer.set()
-            await asyncio.gather(*opening)
+            await asyncio.gather(*tasks)
             assert names.asked == ["a.internal"]
             assert (opened.passthrough.passed, opened.passthrough.unreachable) == (20, 0)
-            await opened.passthrough.empty(0)
 
     run(main(), loop)
 
@@ -859,12 +890,10 @@ def test_addresses_need_no_lookup(loop: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(passthrough_module, "_MAX_LOOKUPS", 0)
 
     async def main() -> None:
-        with ExitStack() as stack:
-            opened = Opened(stack, stack.enter_context(listening()))
-            names = stack.enter_context(closing(Names(opened.where, monkeypatch)))
+        async with opening(monkeypatch) as opened:
+            names = opened.names
             await opened.open(*opened.where)
             assert (names.asked, opened.passthrough.passed) == ([], 1)
-            await opened.passthrough.empty(0)
 
     run(main(), loop)
 
@@ -890,9 +919,8 @@ def test_an_old_address_is_used_only_while_the_resolver_does_not_answer(
     monkeypatch.setattr(passthrough_module, "_FRESH_S", 0.0)
 
     async def main() -> None:
-        with ExitStack() as stack:
-            opened = Opened(stack, stack.enter_context(listening()))
-            names = stack.enter_context(closing(Names(opened.where, monkeypatch)))
+        async with opening(monkeypatch) as opened:
+            names = opened.names
             names.may_answer.set()
             await opened.open("a.internal")
             monkeypatch.setattr(passthrough_module, "_addresses", Fails(code))
@@ -904,7 +932,6 @@ def test_an_old_address_is_used_only_while_the_resolver_does_not_answer(
                         await opened.open("a.internal")
             assert opened.passthrough.passed == 1 + 2 * is_used
             assert opened.passthrough.unreachable == 2 - 2 * is_used
-            await opened.passthrough.empty(0)
 
     run(main(), loop)
 
@@ -916,8 +943,7 @@ def test_the_next_address_of_a_name_is_tried(
     real = passthrough_module._addresses
 
     async def main() -> None:
-        with ExitStack() as stack:
-            opened = Opened(stack, stack.enter_context(listening()))
+        async with opening(monkeypatch) as opened:
 
             def several(where: Address, flags: int = 0) -> list[tuple[Any, ...]]:
                 return real(where, flags) if flags else [*real(deaf), *real(opened.where)]
@@ -925,25 +951,57 @@ def test_the_next_address_of_a_name_is_tried(
             monkeypatch.setattr(passthrough_module, "_addresses", several)
             await opened.open("a.internal")
             assert opened.passthrough.passed == 1
-            await opened.passthrough.empty(0)
 
     run(main(), loop)
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passthrough_module, "_MAX_KNOWN", 2)
+def test_an_address_that_does_not_answer_leaves_time_for_the_next(
+    silent: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the loop jumps while the first address is tried."""
+    monkeypatch.setattr(passthrough_module, "_CONNECT_S", 100.0)
+    real = passthrough_module._addresses
 
     async def main() -> None:
-        with ExitStack() as stack:
-            opened = Opened(stack, stack.enter_context(listening()))
-            names = stack.enter_context(closing(Names(opened.where, monkeypatch)))
+        running = asyncio.get_running_loop()
+        now, ahead, connect = running.time, 0.0, running.sock_connect
+        tried: list[Address] = []
+
+        async def sock_connect(connection: socket.socket, address: Address) -> None:
+            tried.append(address)
+            await connect(connection, address)
+
+        monkeypatch.setattr(running, "time", lambda: now() + ahead)
+        monkeypatch.setattr(running, "sock_connect", sock_connect)
+        async with opening(monkeypatch) as opened:
+
+            def several(where: Address, flags: int = 0) -> list[tuple[Any, ...]]:
+                return real(where, flags) if flags else [*real(silent), *real(opened.where)]
+
+            monkeypatch.setattr(passthrough_module, "_addresses", several)
+            task = asyncio.create_task(opened.open("a.internal"))
+            await until(lambda: bool(tried))
+            ahead = 60.0
+            await task
+            assert tried == [silent, opened.where]
+            assert opened.passthrough.passed == 1
+
+    run(main(), "asyncio")
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passthrough_module, "_MAX_KNOWN", 2)
+    monkeypatch.setattr(passthrough_module, "_FRESH_S", 10 * PATIENCE_S)
+
+    async def main() -> None:
+        async with opening(monkeypatch) as opened:
+            names = opened.names
             names.may_answer.set()
             for each in range(7):
                 await opened.open(f"{each}.internal")
                 assert len(opened.passthrough._known) <= 2
             await opened.open("6.internal")
             assert len(names.asked) == 7
-            await opened.passthrough.empty(0)
 
     run(main())
 
