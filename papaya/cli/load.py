@@ -14,7 +14,6 @@ import resource
 import signal
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ from papaya.errors import OperatorError, PapayaError
 from papaya.server.admin.views import ChangeReason, Deletion, NewTask, Stored, TaskDetail, TaskView
 
 if TYPE_CHECKING:
-    from papaya.device.load import LoadLog, LoadOutcome, LoadPlan, UpdateKind
+    from papaya.device.load import LoadLog, LoadOutcome, LoadPlan, LoadProcess, UpdateKind
     from papaya.device.trust import Trust
 
 _DEVICE_TOKEN = Path("papaya-data/device.token")
@@ -111,6 +110,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     """Visits by ending and reason."""
     times: dict[str, dict[str, float]]
     """By kind of request; a check-in includes the time for which it was held."""
+    direct: int
+    """Updates that were uploaded to aggregators and not through selectors."""
     rerouted: dict[str, int]
     """Direct uploads that went on through selectors, by the reason."""
 
@@ -349,7 +350,7 @@ async def _run(
         plan = _plan(options, token, configs)
         process = LoadProcess(log, ca, trust, upload_hosts=options.upload_host)
         took_s = await run_load(plan, process, trainer, log, stopping, tell)
-    return _report(options, configs, log, took_s, process.rerouted)
+    return _report(options, configs, log, took_s, process)
 
 
 def _plan(options: LoadOptions, token: str, configs: Sequence[TaskConfig]) -> LoadPlan:
@@ -379,7 +380,7 @@ def _report(
     configs: Sequence[TaskConfig],
     log: LoadLog,
     took_s: float,
-    rerouted: Counter[str],
+    process: LoadProcess,
 ) -> LoadReport:
     return LoadReport(
         tasks=tuple(config.task for config in configs),
@@ -393,7 +394,8 @@ def _report(
         times={
             name: msgspec.structs.asdict(times.percentiles()) for name, times in log.times.items()
         },
-        rerouted=dict(rerouted),
+        direct=process.direct,
+        rerouted=dict(process.rerouted),
     )
 
 
@@ -433,6 +435,8 @@ def _in_words(report: LoadReport) -> str:
         f"{report.counted:,} updates counted in {report.seconds:.1f} s, "
         f"{report.counted_per_s:,.1f} per second; {report.unanswered:,} requests unanswered"
     )
+    if report.direct:
+        summary += f"; {report.direct:,} updates were uploaded to aggregators directly"
     if report.rerouted:
         summary += f"; {rerouted_uploads(report.rerouted)}"
     header = ("request", "count", "p50 ms", "p90 ms", "p99 ms", "max ms")

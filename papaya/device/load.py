@@ -39,7 +39,7 @@ from papaya.errors import OperatorError
 from papaya.learning.compression import FEWEST_BITS
 from papaya.learning.definition import TaskTerms
 from papaya.messages.base import Message, SessionId, TaskId
-from papaya.messages.participation import Joined, UploadGranted
+from papaya.messages.participation import Completed, Joined, UploadGranted
 from papaya.messages.selection import Capabilities
 from papaya.messages.tickets import UploadTicket, claim_of
 
@@ -61,6 +61,7 @@ class Exchanges(Protocol):
 
 class WatchedSelectors(Selectors):
     exchanges: Exchanges
+    direct = 0  # updates that aggregators took themselves
 
     async def ask(
         self,
@@ -73,9 +74,12 @@ class WatchedSelectors(Selectors):
         failed: Failed | None = None,
     ) -> Message | None:
         ask = partial(super().ask, failed=failed)
-        return await self.exchanges.exchange(
+        answer = await self.exchanges.exchange(
             selector, message, lambda: ask(selector, token, message, timeout_s, moving)
         )
+        is_direct = failed is not None
+        self.direct += is_direct and isinstance(answer, Completed)
+        return answer
 
 
 class LoadProcess(DeviceProcess):
@@ -105,15 +109,20 @@ class LoadProcess(DeviceProcess):
         # Direct uploads that went on through selectors, by the reason.
         self.rerouted: Counter[str] = Counter()
 
+    @property
+    def direct(self) -> int:
+        """Updates that were uploaded to aggregators and not through selectors."""
+        return self._watched.direct
+
     def _on_event(self, event: Event) -> None:
         if isinstance(event, UploadRerouted):
             self.rerouted[event.reason] += 1
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
-        watched = WatchedSelectors(self._session, self.limits, self._on_reachable)
-        watched.exchanges = self._exchanges
-        self.selectors = watched
+        self._watched = WatchedSelectors(self._session, self.limits, self._on_reachable)
+        self._watched.exchanges = self._exchanges
+        self.selectors = self._watched
         self.examples = ExampleStore(":memory:")
         return self
 

@@ -224,8 +224,11 @@ class NoTraining(ProtocolTrainer):
 class Fleet(LoadFleet):
     """So many devices, each with one visit after the other, until the fleet goes home."""
 
-    def __init__(self, book: Book, devices: Sequence[Device], seed: int) -> None:
+    def __init__(
+        self, book: Book, process: WatchedProcess, devices: Sequence[Device], seed: int
+    ) -> None:
         self.book = book
+        self.process = process
         super().__init__(devices, Random(seed))
 
     async def go_home(self, seconds: float) -> None:
@@ -270,7 +273,7 @@ async def fleet(
             )
             for i in range(count)
         ]
-        flying = Fleet(book, devices, seed)
+        flying = Fleet(book, process, devices, seed)
         try:
             yield flying
         finally:

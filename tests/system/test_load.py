@@ -61,6 +61,7 @@ def test_a_load_makes_a_task_and_deletes_it(installation: Installation) -> None:
         count for reasons in report["outcomes"].values() for count in reasons.values()
     )
     assert report["times"]["Complete"]["count"] >= 40
+    assert report["direct"] == 0, "this server has no upload_url"
     assert "load: " in err, "progress"
     assert _admin(installation, installation.servers[0]).get("/admin/tasks") == []
 

@@ -202,6 +202,7 @@ async def _upload(apart: Named, made: Certificates) -> Book:
         await book.more(3 * _GOAL, _STEP_S)
         await _answers_more(apart, book, 1 - holder, before)
         await flying.go_home(_STEP_S)
+        assert flying.process.direct > 0, "devices know it too"
     return book
 
 
