@@ -70,10 +70,10 @@ def _parsed(name: str, target: str) -> _Target:
     setting = f"upload_routes[{name!r}]"
     found = _TARGET.fullmatch(target)
     host, port = ("", 0) if found is None else (found["host"] or found["ipv6"], int(found["port"]))
-    is_ipv6 = found is not None and found["ipv6"] is not None
-    is_address = (
-        _is_ip(host, 6) if is_ipv6 else _is_host(host.removeprefix(_STAR)) or _is_ip(host, 4)
-    )
+    if found is not None and found["ipv6"] is not None:
+        is_address = _is_ip(host, 6)
+    else:  # a dot at the end of a name keeps resolvers from trying their search domains
+        is_address = _is_host(host.removeprefix(_STAR).removesuffix(".")) or _is_ip(host, 4)
     require(
         is_address and 0 < port <= 65_535,
         setting,

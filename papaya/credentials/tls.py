@@ -315,7 +315,7 @@ def _explain_certificate(error: ssl.SSLCertVerificationError) -> tuple[str, str]
 
 def explain_connecting(error: Exception, url: str) -> tuple[str, str]:
     """Like `explain`, for an error from before the first request."""
-    is_closed = isinstance(error, ssl.SSLEOFError | ConnectionResetError)
+    is_closed = isinstance(error, ssl.SSLEOFError | ConnectionResetError | BrokenPipeError)
     if is_closed and url.startswith("https://"):
         return "it closed the connection during the TLS handshake", CLOSED_HINT
     return explain(error, url)

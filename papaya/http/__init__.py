@@ -7,7 +7,7 @@ supported: chunked encoding, other versions of HTTP, percent-decoding, redirects
     server_connection, connection_state               the server's side of a connection
     pool, client_connection                           requests to other servers
     relay                                             passing a body on while it arrives
-    passthrough, client_hello                         passing TLS through without decrypting it
+    passthrough, client_hello, lookups                passing TLS through without decrypting it
     head, exchange, ranges, routes, limits, errors,
     sockets                                           shared by both
 """

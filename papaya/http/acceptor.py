@@ -31,7 +31,12 @@ from papaya.http.errors import HttpError, PeerUnavailable
 from papaya.http.exchange import log
 from papaya.http.limits import ListenerLimits
 from papaya.http.passthrough import Passthrough
-from papaya.http.proxy_protocol import ProxiedClient, UnexpectedProxyHeader, read_client
+from papaya.http.proxy_protocol import (
+    LeadsBack,
+    ProxiedClient,
+    UnexpectedProxyHeader,
+    read_client,
+)
 from papaya.http.tls import Tls
 from papaya.http.tls_transport import start_tls
 
@@ -271,6 +276,8 @@ class Acceptor:
                     )
                 return False
             except OSError as error:
+                if isinstance(error, LeadsBack) and self._is_news("leads back"):
+                    log.warning("connections from %s are closed: %s", admission.client[0], error)
                 log.debug("proxy %s: %s", admission.client[0], error)
                 return False
         if admission.refusal is not None:

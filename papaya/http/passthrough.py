@@ -5,7 +5,8 @@ the client's address. Nothing is buffered: the data in one socket is peeked at a
 other, and only what was sent is removed. So a connection takes two descriptors and no memory here.
 
 If the other server cannot be reached, the connection is closed. The other server enforces limits on
-handshakes, requests and bodies; here, a connection ends if nothing is sent for 120 s.
+handshakes, requests and bodies; here, a connection ends if nothing is sent for 120 s, or for 5 s
+after one side has ended.
 """
 
 from __future__ import annotations
@@ -13,31 +14,21 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
-from typing import Any
 
 from papaya.http.errors import PeerUnavailable
+from papaya.http.lookups import Lookups
 from papaya.http.proxy_protocol import ProxiedClient, render_v2
 from papaya.http.sockets import Address, connect_to_any
 
 FindServer = Callable[[str], Address | None]
 """The server with a name, in lower case; None: the connection is for this listener."""
-_Found = list[tuple[Any, ...]]
-"""What `getaddrinfo` returns."""
 
 _CONNECT_S = 2.0
 _SILENT_S = 120.0  # longer than the limits of a listener, so that the other server decides
 _LAST_S = 5.0  # the same, after one direction has ended
 _PIECE_BYTES = 256 << 10
 _PIECES_PER_TURN = 4  # before the loop serves other connections
-# Clients can choose names. Lookups have threads of their own, so that strangers delay nobody else.
-_LOOKUPS_AT_ONCE = 2
-_MAX_LOOKUPS = 64
-_LOOKUP_S = 1.0
-_FRESH_S = 10.0
-_MAX_KNOWN = 4096
 
 
 class Passthrough:
@@ -50,9 +41,7 @@ class Passthrough:
         self._open: set[PassedConnection] = set()
         self._all_gone = asyncio.Event()
         self._room = memoryview(bytearray(_PIECE_BYTES))  # shared by all connections
-        self._threads = ThreadPoolExecutor(_LOOKUPS_AT_ONCE, "papaya-names")
-        self._lookups: dict[Address, asyncio.Future[_Found]] = {}  # that have not ended
-        self._known: dict[Address, tuple[_Found, float]] = {}  # with the time when they get old
+        self._lookups = Lookups()
 
     async def open(
         self,
@@ -63,9 +52,8 @@ class Passthrough:
     ) -> None:
         """Raises PeerUnavailable; the connection is then still open, and `on_end` is not called."""
         try:
-            async with asyncio.timeout(_LOOKUP_S + _CONNECT_S):
-                found = await self._look_up(where)
-                server = await connect_to_any(found, _CONNECT_S / len(found))
+            found = await self._lookups.find(where)
+            server = await connect_to_any(found, _CONNECT_S / len(found))
             try:
                 server.send(render_v2(client, connection.getsockname()))  # the socket is empty
                 passed = PassedConnection(
@@ -90,65 +78,13 @@ class Passthrough:
                     await self._all_gone.wait()
         for passed in tuple(self._open):
             passed.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._lookups.close()
 
     def _ended(self, passed: PassedConnection, on_end: Callable[[], None]) -> None:
         self._open.discard(passed)
         if not self._open:
             self._all_gone.set()
         on_end()
-
-    async def _look_up(self, where: Address) -> _Found:
-        with suppress(socket.gaierror):  # an IP address needs no lookup
-            return _addresses(where, socket.AI_NUMERICHOST)
-        known = self._known.get(where)
-        if known is not None and asyncio.get_running_loop().time() < known[1]:
-            return known[0]
-        try:
-            async with asyncio.timeout(_LOOKUP_S):
-                return await asyncio.shield(self._lookup(where))
-        except OSError as error:  # also TimeoutError
-            if known is not None and _may_end(error):
-                return known[0]  # strangers can delay lookups, and servers rarely move
-            if isinstance(error, TimeoutError) and not str(error):
-                text = f"its name was not resolved within {_LOOKUP_S:g} s"
-                raise TimeoutError(text) from error
-            raise
-
-    def _lookup(self, where: Address) -> asyncio.Future[_Found]:
-        """One for all connections that wait for the same name."""
-        found = self._lookups.get(where)
-        if found is None:
-            if len(self._lookups) >= _MAX_LOOKUPS:
-                raise TimeoutError("too many names are being looked up")
-            loop = asyncio.get_running_loop()
-            found = loop.run_in_executor(self._threads, _addresses, where)
-            self._lookups[where] = found
-            found.add_done_callback(partial(self._looked_up, where))
-        return found
-
-    def _looked_up(self, where: Address, found: asyncio.Future[_Found]) -> None:
-        del self._lookups[where]
-        if found.cancelled():
-            return
-        error = found.exception()
-        if error is None:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            fresh_until = asyncio.get_running_loop().time() + _FRESH_S
-            self._known[where] = (found.result(), fresh_until)
-        elif not _may_end(error):
-            self._known.pop(where, None)  # its address may belong to another server by now
-
-
-def _may_end(error: BaseException) -> bool:
-    """Nothing was found out about the name. Otherwise there is no such name."""
-    is_temporary = isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
-    return is_temporary or isinstance(error, TimeoutError)
-
-
-def _addresses(where: Address, flags: int = 0) -> _Found:
-    return list(socket.getaddrinfo(*where, type=socket.SOCK_STREAM, flags=flags))
 
 
 class PassedConnection:

@@ -21,7 +21,8 @@ _V1_MAX_BYTES = 107
 _V2_MAX_BYTES = 2048  # of addresses and extensions; the specification expects less than 512
 _V1 = re.compile(rb"PROXY TCP([46]) ([0-9a-fA-F.:]+) [0-9a-fA-F.:]+ (\d{1,5}) \d{1,5}\r\n")
 _LOCAL, _PROXIED = 0x20, 0x21
-_PASSED = bytes([0xE0, 0, 0])  # an extension for private use: one of our servers chose this one
+# An extension for private use: one of our servers has passed the connection through.
+_PASSED = b"\xe5\x00\x0dpapaya passed"
 _UNSPECIFIED = 0x00  # the family of a connection whose client the proxy does not tell
 
 LOCAL_HEADER = _SIGNATURE + bytes([_LOCAL, _UNSPECIFIED, 0, 0])
@@ -45,11 +46,15 @@ async def read_client(
             raise HttpError(400, "the PROXY header is too long")
         rest = await _exactly(connection, length)
         if not accepts_passed and rest.endswith(_PASSED):
-            raise HttpError(400, "upload_routes there leads to this server, not to an aggregator")
+            raise LeadsBack("its upload_routes lead to this selector, not to an aggregator")
         return parse_v2(fixed, rest)
     if not start.startswith(b"PROXY "):
         raise HttpError(400, "the PROXY header is missing")
     return parse_v1(await _line(connection, start))
+
+
+class LeadsBack(ConnectionAbortedError):
+    """A server of ours passed a connection through that this server would pass through again."""
 
 
 class UnexpectedProxyHeader(ConnectionAbortedError):

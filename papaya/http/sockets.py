@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -22,7 +23,6 @@ async def connect_to_any(
     found: Iterable[tuple[Any, ...]], each_s: float | None = None
 ) -> socket.socket:
     """`found`: at least one entry, as `getaddrinfo` returns them. `each_s`: the time for each."""
-    loop = asyncio.get_running_loop()
     problems: list[OSError] = []
     for family, kind, protocol, _, address in found:
         try:
@@ -34,7 +34,7 @@ async def connect_to_any(
             plain.setblocking(False)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             async with asyncio.timeout(each_s):
-                await loop.sock_connect(plain, address)
+                await _connect(plain, address)
         except OSError as error:  # also TimeoutError
             plain.close()
             problems.append(error)
@@ -44,6 +44,16 @@ async def connect_to_any(
         else:
             return plain
     raise problems[0]
+
+
+async def _connect(plain: socket.socket, address: Any) -> None:
+    """Not `sock_connect`: uvloop looks up IP addresses too, in threads that all lookups share."""
+    try:
+        plain.connect(address)
+    except (BlockingIOError, InterruptedError):
+        await until_writable(plain)
+        if code := plain.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(code, os.strerror(code)) from None
 
 
 async def until_readable(connection: socket.socket) -> None:

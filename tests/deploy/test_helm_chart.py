@@ -226,6 +226,10 @@ def test_only_the_roles_that_call_a_role_may_connect_to_it(helm: str) -> None:
             (*THROUGH_SELECTORS, "config=state = \nblobs = \nproxies = []"),
             "remove it from config",
         ),
+        (
+            (*THROUGH_SELECTORS, "config=state = \nblobs = \nupload_routes = {}"),
+            "writes upload_routes: remove it from config",
+        ),
     ],
 )
 def test_values_that_cannot_work_are_explained(

@@ -87,6 +87,7 @@ def test_without_routes_no_name_leads_anywhere() -> None:
         ("10.0.0.21:65535", ("10.0.0.21", 65535)),
         ("[2001:db8::21]:8750", ("2001:db8::21", 8750)),
         ("aggregator-1:8750", ("aggregator-1", 8750)),
+        ("aggregator-1.internal.:8750", ("aggregator-1.internal.", 8750)),
         ("Aggregator_1.Internal:8750", ("Aggregator_1.Internal", 8750)),
     ],
 )

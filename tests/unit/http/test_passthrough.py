@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from papaya.http import lookups, sockets
 from papaya.http import passthrough as passthrough_module
 from papaya.http.errors import PeerUnavailable
 from papaya.http.limits import ListenerLimits
@@ -60,8 +61,9 @@ both_loops = pytest.mark.parametrize("loop", LOOPS)
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ends in these tests ends because of a peer, not because time has passed."""
-    for name in ("_CONNECT_S", "_LOOKUP_S", "_LAST_S", "_SILENT_S"):
+    for name in ("_CONNECT_S", "_LAST_S", "_SILENT_S"):
         monkeypatch.setattr(passthrough_module, name, 10 * PATIENCE_S)
+    monkeypatch.setattr(lookups, "_LOOKUP_S", 10 * PATIENCE_S)
 
 
 class Contexts(NamedTuple):
@@ -570,7 +572,7 @@ def test_a_route_that_leads_back_is_refused(
             assert passthrough.passed == 1
 
     run(main(), loop)
-    assert "upload_routes there leads to this server" in caplog.text
+    assert "its upload_routes lead to this selector" in caplog.text
 
 
 # -- a server that does not read --------------------------------------------------------------
@@ -656,6 +658,27 @@ def test_nothing_is_stored_for_a_server_that_does_not_read(loop: str, room_bytes
             assert ends == ["ended"]
             await until_closed(client)
             await until_closed(server)
+
+    run(main(), loop)
+
+
+@both_loops
+def test_many_pieces_that_a_reset_follows_all_arrive(loop: str) -> None:
+    """More than are sent in one turn of the loop."""
+
+    async def main() -> None:
+        client, clients_end = a_small_pair()
+        server, servers_end = a_small_pair()
+        with server:
+            ends: list[str] = []
+            client.send(b"x" * 1000)
+            reset(client)
+            room = memoryview(bytearray(100))
+            PassedConnection(clients_end, servers_end, room, lambda: ends.append("ended"))
+            assert await exactly(server, 1000) == b"x" * 1000
+            await until_closed(server)
+            server.close()
+            await until(lambda: ends == ["ended"])
 
     run(main(), loop)
 
@@ -756,9 +779,9 @@ class Names:
         self.most = 0  # likewise, at any time
         self.may_answer = threading.Event()
         self._where = where
-        self._look_up = passthrough_module._addresses
+        self._look_up = lookups._addresses
         self._lock = threading.Lock()
-        monkeypatch.setattr(passthrough_module, "_addresses", self._addresses)
+        monkeypatch.setattr(lookups, "_addresses", self._addresses)
 
     def close(self) -> None:
         """No thread is left waiting."""
@@ -804,12 +827,12 @@ async def opening(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Opened]:
             await opened.passthrough.empty(0)
 
 
-@pytest.mark.parametrize(("fresh_s", "lookups"), [(10 * PATIENCE_S, 1), (0.0, 3)])
+@pytest.mark.parametrize(("fresh_s", "expected"), [(10 * PATIENCE_S, 1), (0.0, 3)])
 @both_loops
 def test_addresses_are_remembered_for_a_while(
-    loop: str, fresh_s: float, lookups: int, monkeypatch: pytest.MonkeyPatch
+    loop: str, fresh_s: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passthrough_module, "_FRESH_S", fresh_s)
+    monkeypatch.setattr(lookups, "_FRESH_S", fresh_s)
 
     async def main() -> None:
         async with opening(monkeypatch) as opened:
@@ -817,9 +840,9 @@ def test_addresses_are_remembered_for_a_while(
             names.may_answer.set()
             for _ in range(3):
                 await opened.open("a.internal")
-            assert names.asked == ["a.internal"] * lookups
+            assert names.asked == ["a.internal"] * expected
             await opened.open("b.internal")
-            assert names.asked[lookups:] == ["b.internal"]
+            assert names.asked[expected:] == ["b.internal"]
             assert opened.passthrough.passed == 4
 
     run(main(), loop)
@@ -828,7 +851,7 @@ def test_addresses_are_remembered_for_a_while(
 @both_loops
 def test_few_names_are_looked_up_at_once(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients choose names. One too many fails at once and does not wait for the others."""
-    monkeypatch.setattr(passthrough_module, "_MAX_LOOKUPS", 3)
+    monkeypatch.setattr(lookups, "_MAX_LOOKUPS", 3)
 
     async def main() -> None:
         async with opening(monkeypatch) as opened:
@@ -853,7 +876,7 @@ def test_few_names_are_looked_up_at_once(loop: str, monkeypatch: pytest.MonkeyPa
 def test_a_name_that_nobody_answers_for_is_given_up(
     loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passthrough_module, "_LOOKUP_S", 0.1)
+    monkeypatch.setattr(lookups, "_LOOKUP_S", 0.1)
 
     async def main() -> None:
         async with opening(monkeypatch) as opened:
@@ -869,7 +892,7 @@ def test_connections_for_one_name_share_a_lookup(
     loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All devices come back at once after a restart."""
-    monkeypatch.setattr(passthrough_module, "_MAX_LOOKUPS", 1)
+    monkeypatch.setattr(lookups, "_MAX_LOOKUPS", 1)
 
     async def main() -> None:
         async with opening(monkeypatch) as opened:
@@ -887,7 +910,7 @@ def test_connections_for_one_name_share_a_lookup(
 @both_loops
 def test_addresses_need_no_lookup(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So names that strangers choose cannot delay them."""
-    monkeypatch.setattr(passthrough_module, "_MAX_LOOKUPS", 0)
+    monkeypatch.setattr(lookups, "_MAX_LOOKUPS", 0)
 
     async def main() -> None:
         async with opening(monkeypatch) as opened:
@@ -916,14 +939,14 @@ def test_an_old_address_is_used_only_while_the_resolver_does_not_answer(
     loop: str, code: int, is_used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The address of a name that is gone may belong to another server."""
-    monkeypatch.setattr(passthrough_module, "_FRESH_S", 0.0)
+    monkeypatch.setattr(lookups, "_FRESH_S", 0.0)
 
     async def main() -> None:
         async with opening(monkeypatch) as opened:
             names = opened.names
             names.may_answer.set()
             await opened.open("a.internal")
-            monkeypatch.setattr(passthrough_module, "_addresses", Fails(code))
+            monkeypatch.setattr(lookups, "_addresses", Fails(code))
             for _ in range(2):
                 if is_used:
                     await opened.open("a.internal")
@@ -940,7 +963,7 @@ def test_an_old_address_is_used_only_while_the_resolver_does_not_answer(
 def test_the_next_address_of_a_name_is_tried(
     loop: str, deaf: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = passthrough_module._addresses
+    real = lookups._addresses
 
     async def main() -> None:
         async with opening(monkeypatch) as opened:
@@ -948,7 +971,7 @@ def test_the_next_address_of_a_name_is_tried(
             def several(where: Address, flags: int = 0) -> list[tuple[Any, ...]]:
                 return real(where, flags) if flags else [*real(deaf), *real(opened.where)]
 
-            monkeypatch.setattr(passthrough_module, "_addresses", several)
+            monkeypatch.setattr(lookups, "_addresses", several)
             await opened.open("a.internal")
             assert opened.passthrough.passed == 1
 
@@ -960,25 +983,25 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next(
 ) -> None:
     """The clock of the loop jumps while the first address is tried."""
     monkeypatch.setattr(passthrough_module, "_CONNECT_S", 100.0)
-    real = passthrough_module._addresses
+    real = lookups._addresses
 
     async def main() -> None:
         running = asyncio.get_running_loop()
-        now, ahead, connect = running.time, 0.0, running.sock_connect
+        now, ahead, connect = running.time, 0.0, sockets._connect
         tried: list[Address] = []
 
-        async def sock_connect(connection: socket.socket, address: Address) -> None:
+        async def noted(connection: socket.socket, address: Address) -> None:
             tried.append(address)
             await connect(connection, address)
 
         monkeypatch.setattr(running, "time", lambda: now() + ahead)
-        monkeypatch.setattr(running, "sock_connect", sock_connect)
+        monkeypatch.setattr(sockets, "_connect", noted)
         async with opening(monkeypatch) as opened:
 
             def several(where: Address, flags: int = 0) -> list[tuple[Any, ...]]:
                 return real(where, flags) if flags else [*real(silent), *real(opened.where)]
 
-            monkeypatch.setattr(passthrough_module, "_addresses", several)
+            monkeypatch.setattr(lookups, "_addresses", several)
             task = asyncio.create_task(opened.open("a.internal"))
             await until(lambda: bool(tried))
             ahead = 60.0
@@ -990,8 +1013,8 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next(
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passthrough_module, "_MAX_KNOWN", 2)
-    monkeypatch.setattr(passthrough_module, "_FRESH_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(lookups, "_MAX_KNOWN", 2)
+    monkeypatch.setattr(lookups, "_FRESH_S", 10 * PATIENCE_S)
 
     async def main() -> None:
         async with opening(monkeypatch) as opened:
@@ -999,7 +1022,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             names.may_answer.set()
             for each in range(7):
                 await opened.open(f"{each}.internal")
-                assert len(opened.passthrough._known) <= 2
+                assert len(opened.passthrough._lookups._known) <= 2
             await opened.open("6.internal")
             assert len(names.asked) == 7
 

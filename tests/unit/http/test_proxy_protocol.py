@@ -12,6 +12,7 @@ from papaya.http.acceptor import address_key
 from papaya.http.errors import HttpError
 from papaya.http.proxy_protocol import (
     LOCAL_HEADER,
+    LeadsBack,
     ProxiedClient,
     parse_v1,
     parse_v2,
@@ -21,6 +22,7 @@ from papaya.http.proxy_protocol import (
 from tests.unit.http.loopback import LOOPS, run
 
 SIGNATURE = b"\r\n\r\n\0\r\nQUIT\n"
+PASSED = b"\xe5\x00\x0dpapaya passed"
 
 
 def v2(source: str, port: int, command: int = 0x21, extra: bytes = b"") -> bytes:
@@ -170,10 +172,11 @@ def test_a_header_of_ours_tells_the_client(
             assert await read_client(far) == parsed
             assert far.recv(100) == b"next"
             near.sendall(header)
-            with pytest.raises(HttpError, match="leads to this server"):
+            with pytest.raises(LeadsBack):
                 await read_client(far, accepts_passed=False)
-            near.sendall(v2("192.0.2.7", 4711, extra=b"\x04\x00\x01x"))
-            assert await read_client(far, accepts_passed=False) == ("192.0.2.7", 4711)
+            for extra in (b"", b"\x04\x00\x01x", b"\xee\x00\x05\x01\x00\xe5\x00\x0d"):
+                near.sendall(v2("192.0.2.7", 4711, extra=extra))
+                assert await read_client(far, accepts_passed=False) == ("192.0.2.7", 4711)
 
     run(main())
 
@@ -184,17 +187,17 @@ def test_a_header_of_ours_tells_the_client(
         (
             ("192.0.2.7", 4711),
             ("10.0.0.1", 443),
-            SIGNATURE + bytes.fromhex("2111000fc00002070a000001126701bbe00000"),
+            SIGNATURE + bytes.fromhex("2111001cc00002070a000001126701bb") + PASSED,
         ),
         (
             ("2001:db8::7", 4711),
             ("10.0.0.1", 443),
             SIGNATURE
-            + bytes.fromhex("21210027")
+            + bytes.fromhex("21210034")
             + bytes.fromhex("20010db8000000000000000000000007")
             + bytes.fromhex("00000000000000000000ffff0a000001")
             + bytes.fromhex("126701bb")
-            + bytes.fromhex("e00000"),
+            + PASSED,
         ),
     ],
 )

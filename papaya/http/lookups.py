@@ -1,0 +1,110 @@
+"""Looks up names that clients may have chosen.
+
+Lookups have threads of their own, so strangers delay nobody else. The threads are daemons: a lookup
+that hangs does not delay the end of the process. Connections for one name share a lookup, and its
+answer is used for 10 s. It is used for longer only while the resolver does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from papaya.http.sockets import Address
+
+Found = list[tuple[Any, ...]]
+"""What `getaddrinfo` returns."""
+
+_AT_ONCE = 2
+_MAX_LOOKUPS = 64  # that wait or run
+_LOOKUP_S = 1.0
+_FRESH_S = 10.0
+_MAX_KNOWN = 4096
+
+_Answer = asyncio.Future[Found]
+
+
+class Lookups:
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Address, _Answer] | None] = SimpleQueue()
+        self._is_started = False
+        self._open: dict[Address, _Answer] = {}  # lookups that have not ended
+        self._known: dict[Address, tuple[Found, float]] = {}  # with the time when it gets old
+
+    async def find(self, where: Address) -> Found:
+        """At least one address. Raises OSError; `gaierror` if the name is the reason."""
+        with suppress(socket.gaierror):  # an IP address needs no lookup
+            return _addresses(where, socket.AI_NUMERICHOST)
+        known = self._known.get(where)
+        if known is not None and asyncio.get_running_loop().time() < known[1]:
+            return known[0]
+        try:
+            answer = self._begin(where)
+            await asyncio.wait((answer,), timeout=_LOOKUP_S)
+            if not answer.done():
+                raise _unresolved(f"its name was not resolved within {_LOOKUP_S:g} s")
+            return answer.result()
+        except socket.gaierror as error:
+            if known is not None and _is_temporary(error):
+                return known[0]  # strangers can delay lookups, and servers rarely move
+            raise
+
+    def close(self) -> None:
+        for _ in range(_AT_ONCE):
+            self._queue.put(None)
+
+    def _begin(self, where: Address) -> _Answer:
+        answer = self._open.get(where)
+        if answer is None:
+            if len(self._open) >= _MAX_LOOKUPS:
+                raise _unresolved("too many names are being looked up")
+            answer = asyncio.get_running_loop().create_future()
+            answer.add_done_callback(partial(self._ended, where))
+            self._open[where] = answer
+            self._queue.put((where, answer))
+            if not self._is_started:
+                self._is_started = True
+                for _ in range(_AT_ONCE):
+                    Thread(target=_work, args=(self._queue,), daemon=True).start()
+        return answer
+
+    def _ended(self, where: Address, answer: _Answer) -> None:
+        del self._open[where]
+        error = answer.exception()
+        if error is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            fresh_until = asyncio.get_running_loop().time() + _FRESH_S
+            self._known[where] = (answer.result(), fresh_until)
+        elif not _is_temporary(error):
+            self._known.pop(where, None)  # its address may belong to another server by now
+
+
+def _work(queue: SimpleQueue[tuple[Address, _Answer] | None]) -> None:
+    while (work := queue.get()) is not None:
+        where, answer = work
+        give: partial[None]
+        try:
+            give = partial(answer.set_result, _addresses(where))
+        except Exception as error:
+            give = partial(answer.set_exception, error)
+        with suppress(RuntimeError):  # the loop has ended
+            answer.get_loop().call_soon_threadsafe(give)
+
+
+def _addresses(where: Address, flags: int = 0) -> Found:
+    return list(socket.getaddrinfo(*where, type=socket.SOCK_STREAM, flags=flags))
+
+
+def _unresolved(why: str) -> socket.gaierror:
+    return socket.gaierror(socket.EAI_AGAIN, why)
+
+
+def _is_temporary(error: BaseException) -> bool:
+    """The resolver has not answered. Otherwise there is no such name."""
+    return isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
