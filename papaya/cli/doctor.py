@@ -45,9 +45,11 @@ from papaya.config.upload_routes import UploadRoutes
 from papaya.credentials.tls import (
     AUTHORITY_HINT,
     CLOSED_HINT,
+    UNNAMED_HINT,
     client_context,
     explain_connecting,
     is_of_another_name,
+    unnamed_host,
 )
 from papaya.credentials.token_files import read
 from papaya.device.trust import read_policy
@@ -276,6 +278,8 @@ def _certificates(role: Role | None, deployment: Deployment) -> Iterator[Diagnos
     host = None
     if role is not None or deployment.coordinators:
         host, _ = address("servers", deployment.announce or deployment.servers)
+    if why := unnamed_host(deployment, host):
+        yield Diagnosis("certificate", "problem", why, UNNAMED_HINT)
     roles = ROLES if role is None else (role,)
     for setting, expires_at in Certificates(deployment, roles, host).expiry.items():
         days = (expires_at - time.time()) / _DAY_S

@@ -54,6 +54,7 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.credentials.token_files import read as read_token
+from papaya.device.allowed_hosts import AllowedHosts
 from papaya.errors import OperatorError, PapayaError
 from papaya.server.admin.views import ChangeReason, Deletion, NewTask, Stored, TaskDetail, TaskView
 
@@ -217,7 +218,7 @@ def _add_task_options(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: LoadOptions) -> int:
-    require_aiohttp()  # before a task is made
+    require_aiohttp()
     _check(options)
     token = read_token(options.device_token_file).reveal()
     client = client_for(options)
@@ -237,6 +238,8 @@ def run(options: LoadOptions) -> int:
 
 
 def _check(options: LoadOptions) -> None:
+    """Before a task is made."""
+    AllowedHosts(options.upload_host)
     if options.devices > _MOST_DEVICES:
         raise OperatorError(
             f"{options.devices:,} devices are too many for one process",

@@ -22,6 +22,7 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -42,8 +43,9 @@ _EXPLAINED = (9, 10, *_WRONG_NAME)  # and for dates
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 
 CLOSED_HINT = (
-    "check that the server runs; if a load balancer is in front of it, the server must list it in "
-    "proxies if and only if it sends the PROXY protocol"
+    "check that the server runs; if a load balancer is in front of it, or a selector with "
+    "upload_routes, check its log: the server must list it in proxies if and only if it sends the "
+    "PROXY protocol"
 )
 AUTHORITY_HINT = "pass the PEM file of the certificate authority: --ca FILE"
 
@@ -114,6 +116,37 @@ def _roles(uris: Iterable[str]) -> frozenset[str]:
 def expires_at(path: str) -> float:
     """Unix time at which the first certificate of a PEM file expires."""
     return _first_of(path).not_valid_after_utc.timestamp()
+
+
+def unnamed_host(deployment: Deployment, host: str | None) -> str:
+    """Why other servers cannot call this one at `host`; empty if its certificate names the host.
+
+    Without certificates between roles, servers show each other their `tls_certificate`.
+    """
+    path = deployment.tls_certificate
+    is_shown = path is not None and deployment.servers_tls and not deployment.has_mutual_tls
+    if host is None or path is None or not is_shown or _names(path, host):
+        return ""
+    return f"tls_certificate {path} does not name {host}, where other servers call this one"
+
+
+UNNAMED_HINT = (
+    "issue it with that host too, or set servers_certificate, servers_key and servers_authority"
+)
+
+
+def _names(path: str, host: str) -> bool:
+    from cryptography.x509 import DNSName, ExtensionNotFound, IPAddress, SubjectAlternativeName
+
+    try:
+        found = _first_of(path).extensions.get_extension_for_class(SubjectAlternativeName).value
+    except ExtensionNotFound:
+        return False
+    try:
+        return ip_address(host) in found.get_values_for_type(IPAddress)
+    except ValueError:
+        names = {name.lower() for name in found.get_values_for_type(DNSName)}
+        return not names.isdisjoint((host.lower(), f"*.{host.lower().partition('.')[2]}"))
 
 
 def _first_of(path: str) -> Certificate:
@@ -305,7 +338,7 @@ def _explain_certificate(error: ssl.SSLCertVerificationError) -> tuple[str, str]
         case code if code in _WRONG_NAME:
             return (
                 f"its certificate is for another name: {error.verify_message.rstrip('.')}",
-                "use one of the names that the certificate has; a load balancer must know the name",
+                "use one of its names; a load balancer or upload_routes in front must know it",
             )
     return (
         f"its certificate is not trusted: {error.verify_message}",
@@ -332,6 +365,8 @@ def explain_peer(error: ssl.SSLError) -> str:
         problem, hint = _explain_certificate(error)
         if error.verify_code not in _EXPLAINED:
             hint = "both servers need the same servers_authority"
+        elif error.verify_code in _WRONG_NAME:
+            hint = "the certificate of that server must name the host of its announce or servers"
         return f"{problem} (hint: {hint})"
     if error.reason in _NOT_TLS:
         return "it does not use TLS (hint: give it a servers_certificate too)"

@@ -199,11 +199,21 @@ class Acceptor:
             # Strangers on the internet must not hide a load balancer.
             is_stranger = ip_address(host.partition("%")[0]).is_global
             if self._is_news(f"unexpected PROXY header {is_stranger}"):
+                if self._passthrough is None:
+                    hint = (
+                        "if it is a load balancer of yours in front of devices, or a selector with "
+                        "upload_routes, add its address to proxies; only the listener `devices` of "
+                        "an aggregator takes such connections"
+                    )
+                else:
+                    hint = (
+                        "if it is a load balancer of yours in front of devices, add its address to "
+                        "proxies; if it is a selector, correct its upload_routes"
+                    )
                 log.warning(
-                    "%s sends the PROXY protocol, and its connections are closed (hint: if it is a "
-                    "load balancer of yours in front of devices, or a selector in front of this "
-                    "aggregator, add its address to proxies)",
+                    "%s sends the PROXY protocol, and its connections are closed (hint: %s)",
                     host,
+                    hint,
                 )
             return
         wants_certificates = (

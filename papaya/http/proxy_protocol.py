@@ -25,8 +25,8 @@ _LOCAL, _PROXIED = 0x20, 0x21
 _PASSED = b"\xe5\x00\x0dpapaya passed"
 _UNSPECIFIED = 0x00  # the family of a connection whose client the proxy does not tell
 
-LOCAL_HEADER = _SIGNATURE + bytes([_LOCAL, _UNSPECIFIED, 0, 0])
-"""Of a connection that a proxy makes for itself."""
+LOCAL_HEADER = _SIGNATURE + bytes([_LOCAL, _UNSPECIFIED, 0, len(_PASSED)]) + _PASSED
+"""Of a connection that we make ourselves, to check where connections are passed through to."""
 
 ProxiedClient = tuple[str, int]
 

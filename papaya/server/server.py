@@ -35,6 +35,7 @@ from papaya.config.deployment import ROLES, Role, address
 from papaya.config.oidc import OidcConfig
 from papaya.config.upload_routes import UploadRoutes
 from papaya.coordinator.coordinator import Coordinator
+from papaya.credentials.tls import UNNAMED_HINT, unnamed_host
 from papaya.credentials.token_files import read
 from papaya.errors import LostHistory, OperatorError, PapayaError
 from papaya.http.errors import ListenError
@@ -150,6 +151,8 @@ class Server:
         entry_points.load(entry_points.parsed(self.deployment.extensions))
         host = None if self._names.is_alone else await self._names.called_host()
         certificates = Certificates(self.deployment, self.roles, host)
+        if why := unnamed_host(self.deployment, host):
+            logger.warning("%s: their calls fail (hint: %s)", why, UNNAMED_HINT)
         metrics = DriverMetrics()
         self._resources = await Resources.open(
             self.deployment, certificates, self._names.process, self._clock, metrics.observe_commit

@@ -7,6 +7,7 @@ import subprocess
 from datetime import UTC, datetime, timedelta
 from http.client import RemoteDisconnected
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,9 +23,11 @@ from papaya.credentials.tls import (
     explain,
     explain_connecting,
     server_context,
+    unnamed_host,
 )
 from papaya.errors import ConfigError, OperatorError
 from papaya.server.certificates import Certificates
+from tests.system.tls import Authority
 
 
 def openssl(*arguments: str | Path) -> None:
@@ -190,3 +193,30 @@ def test_a_connection_that_is_closed_in_the_handshake_is_explained(error: Except
 def test_a_connection_that_is_closed_later_is_not_a_matter_of_load_balancers() -> None:
     problem, hint = explain(RemoteDisconnected("closed without response"), "https://papaya.example")
     assert (problem, hint) == ("closed without response", "")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_named"),
+    [
+        ("10.0.0.21", True),
+        ("aggregator-1.internal", True),
+        ("Aggregator-1.Internal", True),
+        ("a.uploads.example", True),
+        (None, True),
+        ("10.0.0.22", False),
+        ("uploads.example", False),
+        ("a.b.uploads.example", False),
+    ],
+)
+def test_a_certificate_must_name_where_other_servers_call(
+    tmp_path: Path, host: str | None, is_named: bool
+) -> None:
+    """Without certificates between roles, servers show each other the one for devices."""
+    hosts = ["10.0.0.21", "aggregator-1.internal", "*.uploads.example"]
+    made = Authority(tmp_path).issue("server", hosts=hosts)
+    listeners: dict[str, Any] = {**made.listeners()}
+    servers: dict[str, Any] = {**made.servers()}
+    assert bool(unnamed_host(Deployment(**listeners), host)) != is_named
+    assert not unnamed_host(Deployment(**listeners, **servers), host)
+    assert not unnamed_host(Deployment(**listeners, servers_tls=False), host)
+    assert not unnamed_host(Deployment(), host)

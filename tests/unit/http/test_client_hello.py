@@ -217,6 +217,7 @@ class Peeks:
         self.count = 0
         self._peek_now = client_hello._peek_now
         monkeypatch.setattr(client_hello, "_peek_now", self._counted)
+        monkeypatch.setattr(client_hello, "_RETRY_S", 0.0)  # a pause would hide a busy loop
 
     def _counted(self, connection: socket.socket, count: int) -> bytes:
         self.count += 1

@@ -955,6 +955,10 @@ def test_an_old_address_is_used_only_while_the_resolver_does_not_answer(
                         await opened.open("a.internal")
             assert opened.passthrough.passed == 1 + 2 * is_used
             assert opened.passthrough.unreachable == 2 - 2 * is_used
+            if not is_used:  # and it is forgotten
+                monkeypatch.setattr(lookups, "_addresses", Fails(socket.EAI_AGAIN))
+                with pytest.raises(PeerUnavailable, match="the resolver's reason"):
+                    await opened.open("a.internal")
 
     run(main(), loop)
 
@@ -1029,6 +1033,19 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     run(main())
 
 
+@both_loops
+def test_the_threads_of_lookups_end(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        before = set(threading.enumerate())
+        async with opening(monkeypatch) as opened:
+            opened.names.may_answer.set()
+            await opened.open("a.internal")
+            assert set(threading.enumerate()) - before
+        await until(lambda: set(threading.enumerate()) <= before)
+
+    run(main(), loop)
+
+
 # -- the end of a listener --------------------------------------------------------------------
 
 
@@ -1049,6 +1066,8 @@ def test_draining_waits_for_connections(loop: str, tls: Contexts) -> None:
     async def main() -> None:
         async with raw_ends(tls) as (client, server, outer):
             draining = asyncio.create_task(outer.drain(10 * PATIENCE_S))
+            for _ in range(100):  # it has time to do what it must not do
+                await asyncio.sleep(0)
             await asyncio.get_running_loop().sock_sendall(client, BIG[:1000])
             assert await exactly(server, 1000) == BIG[:1000]
             assert not draining.done()

@@ -174,6 +174,9 @@ def test_a_header_of_ours_tells_the_client(
             near.sendall(header)
             with pytest.raises(LeadsBack):
                 await read_client(far, accepts_passed=False)
+            near.sendall(LOCAL_HEADER)
+            with pytest.raises(LeadsBack):
+                await read_client(far, accepts_passed=False)
             for extra in (b"", b"\x04\x00\x01x", b"\xee\x00\x05\x01\x00\xe5\x00\x0d"):
                 near.sendall(v2("192.0.2.7", 4711, extra=extra))
                 assert await read_client(far, accepts_passed=False) == ("192.0.2.7", 4711)
