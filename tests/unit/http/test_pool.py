@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from msgspec import structs
 
 from papaya.http.client_connection import ClientConnection
 from papaya.http.errors import HttpError, PeerUnavailable
@@ -14,7 +15,7 @@ from papaya.http.exchange import Exchange
 from papaya.http.limits import ListenerLimits, PeerLimits
 from papaya.http.pool import ConnectionPool
 from papaya.http.routes import Buffered
-from tests.unit.http.loopback import LOOPS, Shop, a_server, run
+from tests.unit.http.loopback import LOOPS, PATIENCE_S, Shop, a_server, run
 
 both_loops = pytest.mark.parametrize("loop", LOOPS)
 
@@ -24,6 +25,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 @asynccontextmanager
 async def some_connections(limits: PeerLimits | None = None) -> AsyncIterator[ConnectionPool]:
+    limits = structs.replace(limits or PeerLimits(), connect_timeout_s=PATIENCE_S)
     connections = ConnectionPool(limits=limits)
     try:
         yield connections

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from papaya.http.client_connection import Response
 from papaya.http.exchange import Exchange
@@ -47,6 +48,7 @@ async def a_chain(
     starter_bytes: int = 1,
 ) -> AsyncIterator[tuple[Listener, Listener]]:
     """A middle server, and the one behind it, whose route is given."""
+    limits = structs.replace(limits or PeerLimits(), connect_timeout_s=PATIENCE_S)
     connections = ConnectionPool(limits=limits)
     relays = Relays(connections, piece_bytes=32 << 10, starter_bytes=starter_bytes, window_s=0.05)
     async with a_server([Streamed("PUT", "/u/{n}", receive, 1 << 30)]) as far:
