@@ -300,8 +300,10 @@ def test_aggregators_with_one_folder_share_a_child_and_the_last_one_ends_it(
 def test_an_aggregator_of_0_4_does_not_end_the_child_that_a_newer_one_uses(tmp_path: Path) -> None:
     """0.4.0 ends the process in `tsa.pid` when it stops, and has written its own child there."""
     where, pipe = f"unix:{tmp_path / 'tsa.sock'}", subprocess.PIPE
-    command = [sys.executable, "-c", "input()", where]
-    with running(where), subprocess.Popen(command, stdin=pipe) as child:
+    command = [sys.executable, "-c", "print(flush=True); input()", where]
+    with running(where), subprocess.Popen(command, stdin=pipe, stdout=pipe) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # until it runs, /proc shows no arguments of it
         (tmp_path / "tsa.pid").write_text(f"{child.pid}\n")
         connection = a_connection(Clock(), tmp_path)
         connection.register(PARAMETERS)
