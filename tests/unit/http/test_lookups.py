@@ -1,0 +1,211 @@
+"""Names that clients may have chosen: how many are looked up, and for how long answers are used."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from papaya.http import lookups
+from papaya.http.lookups import Found, Lookups
+from papaya.http.sockets import Address
+from tests.unit.http.loopback import LOOPS, PATIENCE_S, run
+
+both_loops = pytest.mark.parametrize("loop", LOOPS)
+
+A, B = ("a.internal", 8750), ("b.internal", 8750)
+SOMEWHERE = ("192.0.2.21", 8750)
+REAL = lookups._addresses
+
+
+class Names:
+    """Takes the place of the resolver: every name leads to SOMEWHERE, once it may answer."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.at_once = 0  # threads that wait for an answer now
+        self.most = 0  # likewise, at any time
+        self.may_answer = threading.Event()
+        self.error: OSError | None = None  # what it answers instead
+        self._lock = threading.Lock()
+
+    def addresses(self, where: Address, flags: int = 0) -> Found:
+        if flags:  # an IP address?
+            return REAL(where, flags)
+        with self._lock:
+            self.asked.append(where[0])
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+        self.may_answer.wait()
+        with self._lock:
+            self.at_once -= 1
+        if self.error is not None:
+            raise self.error
+        return REAL(SOMEWHERE)
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
+    made = Names()
+    monkeypatch.setattr(lookups, "_addresses", made.addresses)
+    monkeypatch.setattr(lookups, "_LOOKUP_S", 10 * PATIENCE_S)
+    yield made
+    made.may_answer.set()  # no thread is left waiting
+
+
+async def until_waiting(names: Names, count: int) -> None:
+    while names.at_once != count:
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(("fresh_s", "asked"), [(10 * PATIENCE_S, 1), (0.0, 3)])
+@both_loops
+def test_an_answer_is_used_for_a_while(
+    loop: str, fresh_s: float, asked: int, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "_FRESH_S", fresh_s)
+    names.may_answer.set()
+
+    async def main() -> None:
+        own = Lookups()
+        for _ in range(3):
+            assert await own.find(A) == REAL(SOMEWHERE)
+        assert names.asked == [A[0]] * asked
+        await own.find(B)
+        assert names.asked[asked:] == [B[0]]
+        own.close()
+
+    run(main(), loop)
+
+
+@both_loops
+def test_few_names_are_looked_up_at_once(
+    loop: str, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One too many fails at once and does not wait for the others."""
+    monkeypatch.setattr(lookups, "_MAX_LOOKUPS", 3)
+
+    async def main() -> None:
+        own = Lookups()
+        finding = [asyncio.create_task(own.find((f"{each}.internal", 1))) for each in range(3)]
+        await until_waiting(names, 2)
+        with pytest.raises(socket.gaierror, match="too many names are being looked up"):
+            await own.find(A)
+        names.may_answer.set()
+        await asyncio.gather(*finding)
+        assert names.most == 2, "each takes a thread"
+        await own.find(A)
+        own.close()
+
+    run(main(), loop)
+
+
+@both_loops
+def test_all_who_wait_for_a_name_share_a_lookup(
+    loop: str, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All devices come back at once after a restart."""
+    monkeypatch.setattr(lookups, "_MAX_LOOKUPS", 1)
+
+    async def main() -> None:
+        own = Lookups()
+        finding = [asyncio.create_task(own.find(A)) for _ in range(20)]
+        await until_waiting(names, 1)
+        names.may_answer.set()
+        assert await asyncio.gather(*finding) == [REAL(SOMEWHERE)] * 20
+        assert names.asked == [A[0]]
+        own.close()
+
+    run(main(), loop)
+
+
+@pytest.mark.parametrize("where", [("127.0.0.1", 80), ("::1", 80)])
+def test_an_ip_address_needs_no_lookup(
+    where: Address, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So names that strangers choose cannot delay it."""
+    monkeypatch.setattr(lookups, "_MAX_LOOKUPS", 0)
+    assert run(Lookups().find(where))[0][4][:2] == where
+    assert names.asked == []
+
+
+@both_loops
+def test_a_resolver_that_does_not_answer_is_given_up(
+    loop: str, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "_LOOKUP_S", 0.1)
+
+    async def main() -> None:
+        own = Lookups()
+        with pytest.raises(socket.gaierror, match=r"not resolved within 0\.1 s"):
+            await own.find(A)
+        own.close()
+
+    run(main(), loop)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_used"), [(socket.EAI_AGAIN, True), (socket.EAI_NONAME, False)]
+)
+@both_loops
+def test_an_old_answer_is_used_only_while_the_resolver_does_not_answer(
+    loop: str, code: int, is_used: bool, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address of a name that is gone may belong to another server."""
+    monkeypatch.setattr(lookups, "_FRESH_S", 0.0)
+    names.may_answer.set()
+
+    async def main() -> None:
+        own = Lookups()
+        await own.find(A)
+        names.error = socket.gaierror(code, "the resolver's reason")
+        for _ in range(2):
+            if is_used:
+                assert await own.find(A) == REAL(SOMEWHERE)
+            else:
+                with pytest.raises(socket.gaierror, match="the resolver's reason"):
+                    await own.find(A)
+        own.close()
+
+    run(main(), loop)
+
+
+def test_what_is_remembered_is_bounded(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "_MAX_KNOWN", 2)
+    monkeypatch.setattr(lookups, "_FRESH_S", 10 * PATIENCE_S)
+    names.may_answer.set()
+
+    async def main() -> None:
+        own = Lookups()
+        for each in range(7):
+            await own.find((f"{each}.internal", 1))
+            assert len(own._known) <= 2
+        await own.find(("6.internal", 1))
+        assert len(names.asked) == 7
+        own.close()
+
+    run(main())
+
+
+@both_loops
+def test_the_threads_end_and_do_not_keep_the_process_alive(loop: str, names: Names) -> None:
+    async def main() -> list[threading.Thread]:
+        before = set(threading.enumerate())
+        own = Lookups()
+        finding = asyncio.create_task(own.find(A))
+        await until_waiting(names, 1)
+        started = [thread for thread in threading.enumerate() if thread not in before]
+        own.close()
+        names.may_answer.set()
+        await finding
+        return started
+
+    started = run(main(), loop)
+    assert len(started) == 2
+    assert all(thread.daemon for thread in started)
+    for thread in started:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
