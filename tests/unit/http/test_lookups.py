@@ -168,6 +168,10 @@ def test_an_old_answer_is_used_only_while_the_resolver_does_not_answer(
             else:
                 with pytest.raises(socket.gaierror, match="the resolver's reason"):
                     await own.find(A)
+        if not is_used:  # and it is forgotten
+            names.error = socket.gaierror(socket.EAI_AGAIN, "the resolver is down")
+            with pytest.raises(socket.gaierror, match="the resolver is down"):
+                await own.find(A)
         own.close()
 
     run(main(), loop)
