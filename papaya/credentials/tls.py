@@ -338,7 +338,7 @@ def _explain_certificate(error: ssl.SSLCertVerificationError) -> tuple[str, str]
         case code if code in _WRONG_NAME:
             return (
                 f"its certificate is for another name: {error.verify_message.rstrip('.')}",
-                "use one of its names; a load balancer or upload_routes in front must know it",
+                "use one of the names in it; load balancers and upload_routes must know it",
             )
     return (
         f"its certificate is not trusted: {error.verify_message}",
