@@ -16,7 +16,7 @@ import struct
 import termios
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -736,7 +736,7 @@ def test_a_server_that_does_not_answer_is_given_up(
     monkeypatch.setattr(passthrough_module, "_CONNECT_S", 0.1)
 
     async def main() -> None:
-        async with opening(monkeypatch) as opened:
+        async with opening() as opened:
             with pytest.raises(PeerUnavailable, match=rf":{silent[1]} .* within 0\.1 s"):
                 await opened.open(*silent)
             assert (opened.passthrough.passed, opened.passthrough.unreachable) == (0, 1)
@@ -767,46 +767,15 @@ def test_a_server_is_tried_again(loop: str, deaf: Address, tls: Contexts) -> Non
     run(main(), loop)
 
 
-# -- looking names up -------------------------------------------------------------------------
-
-
-class Names:
-    """Takes the place of the resolver: every name leads to `where`, once it may answer."""
-
-    def __init__(self, where: Address, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[str] = []
-        self.at_once = 0  # threads that wait for an answer now
-        self.most = 0  # likewise, at any time
-        self.may_answer = threading.Event()
-        self._where = where
-        self._look_up = lookups._addresses
-        self._lock = threading.Lock()
-        monkeypatch.setattr(lookups, "_addresses", self._addresses)
-
-    def close(self) -> None:
-        """No thread is left waiting."""
-        self.may_answer.set()
-
-    def _addresses(self, where: Address, flags: int = 0) -> list[tuple[Any, ...]]:
-        if flags:  # an IP address?
-            return self._look_up(where, flags)
-        with self._lock:
-            self.asked.append(where[0])
-            self.at_once += 1
-            self.most = max(self.most, self.at_once)
-        self.may_answer.wait()
-        with self._lock:
-            self.at_once -= 1
-        return self._look_up(self._where)
+# -- addresses of names ----------------------------------------------------------------------
 
 
 class Opened:
-    """Connections that are handed to `Passthrough`, without a listener. All lead to `where`."""
+    """Connections that are handed to `Passthrough`, without a listener. `where`: a server."""
 
-    def __init__(self, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, stack: ExitStack) -> None:
         self.passthrough = Passthrough(lambda name: None)
         self.where: Address = stack.enter_context(listening()).getsockname()
-        self.names = stack.enter_context(closing(Names(self.where, monkeypatch)))
         self._stack = stack
 
     async def open(self, host: str, port: int = 1) -> None:
@@ -818,9 +787,9 @@ class Opened:
 
 
 @asynccontextmanager
-async def opening(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Opened]:
+async def opening() -> AsyncIterator[Opened]:
     with ExitStack() as stack:
-        opened = Opened(stack, monkeypatch)
+        opened = Opened(stack)
         try:
             yield opened
         finally:
@@ -834,7 +803,7 @@ def test_the_next_address_of_a_name_is_tried(
     real = lookups._addresses
 
     async def main() -> None:
-        async with opening(monkeypatch) as opened:
+        async with opening() as opened:
 
             def several(where: Address, flags: int = 0) -> list[tuple[Any, ...]]:
                 return real(where, flags) if flags else [*real(deaf), *real(opened.where)]
@@ -864,7 +833,7 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next(
 
         monkeypatch.setattr(running, "time", lambda: now() + ahead)
         monkeypatch.setattr(sockets, "_connect", noted)
-        async with opening(monkeypatch) as opened:
+        async with opening() as opened:
 
             def several(where: Address, flags: int = 0) -> list[tuple[Any, ...]]:
                 return real(where, flags) if flags else [*real(silent), *real(opened.where)]
@@ -918,18 +887,29 @@ def test_draining_waits_for_connections(loop: str, tls: Contexts) -> None:
 def test_draining_gives_up_connections_whose_server_is_looked_up(
     loop: str, tls: Contexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    real, is_asked, may_answer = lookups._addresses, threading.Event(), threading.Event()
+
+    def hangs(where: Address, flags: int = 0) -> list[tuple[Any, ...]]:
+        if flags:  # an IP address?
+            return real(where, flags)
+        is_asked.set()
+        may_answer.wait()
+        raise socket.gaierror(socket.EAI_NONAME, "nobody waits for this")
+
+    monkeypatch.setattr(lookups, "_addresses", hangs)
+
     async def main() -> None:
-        with ExitStack() as stack:
-            waiting = stack.enter_context(listening())
-            names = stack.enter_context(closing(Names(waiting.getsockname(), monkeypatch)))
-            passthrough = Passthrough(lambda name: ("a.internal", 1))
-            async with an_outer(tls, passthrough) as outer:
-                client = stack.enter_context(connecting(outer.port))
+        passthrough = Passthrough(lambda name: ("a.internal", 1))
+        async with an_outer(tls, passthrough) as outer:
+            with connecting(outer.port) as client:
                 await asyncio.get_running_loop().sock_sendall(client, a_hello())
-                await until(lambda: names.at_once == 1)
+                await until(is_asked.is_set)
                 await outer.drain(0)
                 await until_closed(client)
                 await until(lambda: outer.connections == 0)
-            assert passthrough.passed == 0
+        assert passthrough.passed == 0
 
-    run(main(), loop)
+    try:
+        run(main(), loop)
+    finally:
+        may_answer.set()  # the thread ends
