@@ -48,27 +48,58 @@ def _exp(value: Any) -> Any:
     return p * np.int32((np.int32(k) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
+@compile_loop(inline="always")
+def _eight(rows: Any, k: Any) -> Any:
+    """Row k and the seven after it, or numbers if `rows` is one row."""
+    return (
+        rows[k], rows[k + 1], rows[k + 2], rows[k + 3],
+        rows[k + 4], rows[k + 5], rows[k + 6], rows[k + 7],
+    )  # fmt: skip
+
+
+@compile_loop(inline="always")
+def _column(rows: Any, j: Any) -> Any:
+    """Number j of each of eight rows."""
+    return (
+        rows[0][j], rows[1][j], rows[2][j], rows[3][j],
+        rows[4][j], rows[5][j], rows[6][j], rows[7][j],
+    )  # fmt: skip
+
+
+@compile_loop(inline="always")
+def _plus_products(value: Any, a: Any, b: Any) -> Any:
+    left = value + a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3]
+    return left + (a[4] * b[4] + a[5] * b[5] + a[6] * b[6] + a[7] * b[7])
+
+
 @compile_loop(error_model="numpy", fastmath={"contract"})
 def _add_product(out: Any, a: Any, b: Any) -> None:
-    """out += a b. Eight rows of b at a time, so that each row of `out` is read less often."""
+    """out += a b. Eight rows of b are added to two rows of `out` at a time, so that rows are read
+    less often. The order of additions is the same for a last row without a partner.
+    """
     rows, inner = a.shape
     columns = b.shape[1]
     whole = inner - inner % 8
+    for i in range(0, rows - 1, 2):
+        upper, lower = out[i], out[i + 1]
+        for k in range(0, whole, 8):
+            a_upper, a_lower, b_rows = _eight(a[i], k), _eight(a[i + 1], k), _eight(b, k)
+            for j in range(columns):
+                b_column = _column(b_rows, j)
+                upper[j] = _plus_products(upper[j], a_upper, b_column)
+                lower[j] = _plus_products(lower[j], a_lower, b_column)
+    for i in range(rows - rows % 2, rows):
+        last = out[i]
+        for k in range(0, whole, 8):
+            a_last, b_rows = _eight(a[i], k), _eight(b, k)
+            for j in range(columns):
+                last[j] = _plus_products(last[j], a_last, _column(b_rows, j))
     for i in range(rows):
         row = out[i]
-        for k in range(0, whole, 8):
-            a0, a1, a2, a3 = a[i, k], a[i, k + 1], a[i, k + 2], a[i, k + 3]
-            a4, a5, a6, a7 = a[i, k + 4], a[i, k + 5], a[i, k + 6], a[i, k + 7]
-            b0, b1, b2, b3 = b[k], b[k + 1], b[k + 2], b[k + 3]
-            b4, b5, b6, b7 = b[k + 4], b[k + 5], b[k + 6], b[k + 7]
-            for j in range(columns):
-                left = row[j] + a0 * b0[j] + a1 * b1[j] + a2 * b2[j] + a3 * b3[j]
-                right = a4 * b4[j] + a5 * b5[j] + a6 * b6[j] + a7 * b7[j]
-                row[j] = left + right
         for k in range(whole, inner):
-            a0, b0 = a[i, k], b[k]
+            a_k, b_row = a[i, k], b[k]
             for j in range(columns):
-                row[j] += a0 * b0[j]
+                row[j] += a_k * b_row[j]
 
 
 @compile_loop(inline="always")
