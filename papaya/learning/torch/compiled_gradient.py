@@ -123,6 +123,8 @@ def compile_gradient(task: Task, examples: Sequence[bytes], folder: Path) -> Lib
         raise CannotCompile(f"tracing needs {_LEAST_EXAMPLES} examples, found {len(examples)}")
     if task.train is not None:
         raise CannotCompile("the task has a training loop of its own")
+    if task.client.precision:
+        raise CannotCompile(f"clients train with {task.client.precision}, compiled with float32")
     module = make_module(task).train()
     parts = parts_of(task, module)
     if parts.personal or len(parts.shared_parameters) < len(parts.shared):

@@ -281,6 +281,14 @@ def with_client(loaded: LoadedTask, client: ClientSGD) -> LoadedTask:
     return replace(loaded, task=structs.replace(loaded.task, client=client))
 
 
+def test_clients_with_fewer_bits_are_not_compiled(
+    small: tuple[LoadedTask, Library], tmp_path: Path
+) -> None:
+    client = ClientSGD(rate=0.1, batch_size=8, precision="bfloat16")
+    with pytest.raises(CannotCompile, match="clients train with bfloat16"):
+        compile_gradient(with_client(small[0], client).task, rows_of(0, 4), tmp_path)
+
+
 @pytest.mark.parametrize(
     "client",
     [
