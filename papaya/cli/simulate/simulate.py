@@ -183,7 +183,7 @@ def _add_task(group: argparse._ArgumentGroup) -> None:
         type=whole(1),
         metavar="K",
         help="aggregation goal of AsyncFL: client updates per server update (default: "
-        f"{own} if --concurrency is not given, else 10 %% of the concurrency)",
+        f"{own} if neither --concurrency nor --regime is given, else 10 %% of the concurrency)",
     )
     group.add_argument(
         "--over-selection",

@@ -221,8 +221,10 @@ def page(
 _RULE = (
     "A claim is a statement of the paper with its number. It agrees if the paper's number lies in "
     'our interval or our mean within a quarter of it; for "above" and "below", if the whole '
-    "interval does. It is not comparable if a run did not reach its target or the seeds do not "
-    "decide. This rule is the same for all claims and was fixed before any of them was computed."
+    "interval does. A run that ended before its target gives a bound, which can show that a claim "
+    "differs, but not that a number is about the same. A claim is not comparable if neither the "
+    "bound nor the seeds decide. This rule is the same for all claims and was fixed before the runs "
+    "that it applies to."
 )
 
 
