@@ -101,7 +101,7 @@ async def take_part(
         trust=believed,
         terms=terms_of,
     ) as flying:
-        # Even devices train twice; odd ones at least once, and then cannot afford more.
+        # Even devices may train twice and evaluate once; odd ones can afford two of these.
         line = await asyncio.to_thread(
             admin.until_task,
             PRIVATE.task,
@@ -137,8 +137,10 @@ def check_ledgers(folder: Path) -> None:
         total = sum(each.rho for each in spent.values())
         assert 0 < total <= budget_of(device)
         assert total == RHO * sum(each.participations for each in spent.values())
-        assert spent["train"].participations <= 2
-        evaluated += spent["evaluate"].participations if "evaluate" in spent else 0
+        # A device may have evaluated only before the test ended.
+        times = {kind: each.participations for kind, each in spent.items()}
+        assert times.get("train", 0) <= 2
+        evaluated += times.get("evaluate", 0)
     assert evaluated >= CLIENTS
     shown = subprocess.run(
         [*PAPAYA, "client", "budget", "--store", path_of(folder, 0), "--format", "json"],
