@@ -7,8 +7,8 @@ update in a hundred exceeds, rounded up.
 
 The errors are of the mean update that a server step takes, at the task's own K: the bound of
 `papaya/secagg/fixed_point.py`, and what rounding gives in practice, where errors of K clients are
-independent and uniform. A client's values are weighted by examples ÷ max_examples before they are
-rounded, so few examples per client cost precision.
+independent and uniform. Unless weights are equal, a client's values are weighted by its examples ÷
+max_examples (or the cap) before they are rounded, so few examples per client cost precision.
 
 Uploads in the clear may have 16 or 8 bits for each number (`papaya/learning/compression.py`). Their
 error is measured on the updates of version 1; that of masked words of 16 bits in `masked_words.py`.
@@ -28,7 +28,7 @@ from papaya.config import TaskConfig
 from papaya.config.upload_bits import UploadBits
 from papaya.learning.compression import decode_update, encode_update
 from papaya.learning.parameters import Vector
-from papaya.learning.weighting import clipped
+from papaya.learning.weighting import clipped, counted_examples
 from papaya.secagg import fixed_point
 
 LEAST_UPDATES: Final = 30  # of fewer, a 99th percentile is the longest: chance
@@ -51,7 +51,7 @@ class Precision(Struct, frozen=True):
     """Of one coordinate of the mean update under secure aggregation.
 
     `levels` are steps to either side of zero, of which the model needs `needed`. `step` is one of
-    them for a client that has all of max_examples. `error_bound` is the most by which the mean can
+    them for a client of full weight. `error_bound` is the most by which the mean can
     miss, `error` the root mean square; `coordinate` that of a median client update, to compare.
     """
 
@@ -121,15 +121,23 @@ def suggested_clip(norms: Norms) -> float:
     return float(f"{math.ceil(norms.p99 / unit - 1e-9) * unit:.3g}")
 
 
+def mean_weight(task: TaskConfig, examples: npt.NDArray[np.int64]) -> float:
+    """Of clients with so many examples, as a share of the full weight."""
+    if not len(examples):
+        return 0.0
+    full = counted_examples(task, task.heaviest_examples)  # 1 if weights are equal
+    return float(np.minimum(examples, full).mean()) / full
+
+
 def precision(
     task: TaskConfig,
     length: int,
-    mean_examples: float,
+    weight: float,
     found: Sequence[float],
     clip: float | None = None,
 ) -> Precision | None:
-    """At this clip, or at the suggested one. None if no client trained, or too few to suggest one,
-    or if K leaves no level.
+    """At this clip, or at the suggested one; `weight` is the mean of clients. None if no client
+    trained, or too few to suggest a clip, or if K leaves no level.
     """
     norms = norms_of(found)
     goal = task.aggregation_goal
@@ -141,12 +149,12 @@ def precision(
             return None
         clip = suggested_clip(norms)
     step = clip / levels
-    total_weight = goal * min(1.0, mean_examples / task.max_examples)
+    total_weight = goal * weight
     return Precision(
         clip=clip,
         clipped=float(np.mean(np.array(found) > clip)),
         levels=levels,
-        needed=fixed_point.needed_levels(length, task.max_examples),
+        needed=fixed_point.needed_levels(length, task.heaviest_examples),
         step=step,
         error_bound=fixed_point.error_bound(goal, goal, clip) / total_weight,
         error=step * math.sqrt(goal / 12) / total_weight,

@@ -31,7 +31,7 @@ from papaya.study.checkpoint import Checkpoints
 from papaya.study.fairness import Fairness, fairness
 from papaya.study.followed_trace import FollowedTrace
 from papaya.study.identity import digest
-from papaya.study.precision import Norms, Precision, norms_of, precision
+from papaya.study.precision import Norms, Precision, mean_weight, norms_of, precision
 from papaya.study.replay import Curve, Rates, learn
 from papaya.study.trace import MOST_HOURS, UNBOUNDED, Recorder, Trace, least_s, record
 from papaya.study.workloads.base import Clients, Quality, Workload, at_or_above
@@ -316,8 +316,8 @@ def _result(
 ) -> RunResult:
     reached = None if run.target is None else curve.reached(run.target)
     last = curve.points[-1]
-    examples = np.minimum(trace.clients.examples, trace.task.max_examples)
-    mean_examples = float(examples.mean()) if len(examples) else 0.0
+    task = run.rates.task(run.recording_plan.task)
+    weight = mean_weight(task, trace.clients.examples)
     return RunResult(
         run=run,
         length=workload.length,
@@ -333,7 +333,7 @@ def _result(
         norms=norms_of(curve.norms),
         precision=None
         if run.curve_only or curve.diverged is not None  # diverged updates are no sample of others
-        else precision(run.recording_plan.task, workload.length, mean_examples, curve.norms),
+        else precision(task, workload.length, weight, curve.norms),
         judges=_judges(workload.held_out) if isinstance(workload, SupportsJudges) else None,
     )
 

@@ -7,12 +7,14 @@ that are pairs get the fields `x` and `y`. A partition (partition.py) says whose
     source = table_source(frame, ByColumn("user"))
     source = table_source(torch_dataset, Dirichlet(clients=100, alpha=0.3))
 
-Refused: values that JSON cannot hold (bytes, images), a table without rows. Nothing is downloaded:
-`hf:FOLDER` is a folder that `Dataset.save_to_disk` wrote.
+A field that is NaN is missing: null. Refused: values that JSON cannot hold (bytes, images, infinity
+or a NaN inside a list), a table without rows. Nothing is downloaded: `hf:FOLDER` is a folder that
+`Dataset.save_to_disk` wrote.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +29,8 @@ from papaya.study.data.source import Memory
 
 _ROWS_AT_ONCE: Final = 1000
 _INSTALL: Final = "pip install 'papaya-fl[data]'"
+_EXACT: Final = frozenset({str, int, bool, type(None)})  # JSON holds all their values
+_HINT: Final = "make numbers, texts or lists of them, or leave the column out"
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,17 +161,28 @@ def _hugging_face(dataset: Any, without: Sequence[str]) -> TableRows:
 
 def _items(dataset: Any, without: Sequence[str]) -> TableRows:
     """A dataset of torch: items are mappings, or pairs of input and label."""
-    items = [_fields(dataset[index]) for index in range(len(dataset))]
+    items = [_plain_fields(dataset[index], index) for index in range(len(dataset))]
     names = dict.fromkeys(name for item in items for name in item)
     columns = {name: [item.get(name) for item in items] for name in names}
     return _of_columns("a dataset", columns, without)
 
 
-def _fields(item: Any) -> Mapping[str, Any]:
+def _plain_fields(item: Any, index: int) -> dict[str, Any]:
+    fields = _fields(item)
+    for name, value in fields.items():
+        try:
+            fields[name] = _plain(value)
+        except NotImplementedError as error:
+            hint = "convert it with a transform, e.g. torchvision.transforms.ToTensor() for images"
+            raise _refusal("a dataset", index, name, error, hint) from error
+    return fields
+
+
+def _fields(item: Any) -> dict[str, Any]:
     if isinstance(item, Mapping):
-        return {str(name): _plain(value) for name, value in item.items()}
+        return {str(name): value for name, value in item.items()}
     if isinstance(item, tuple | list) and len(item) == 2:
-        return {"x": _plain(item[0]), "y": _plain(item[1])}
+        return {"x": item[0], "y": item[1]}
     raise OperatorError(
         f"an item of the dataset is a {type(item).__name__}, expected a pair or a mapping",
         hint="wrap it: [{'x': x, 'y': y} for x, y, *more in dataset]",
@@ -182,15 +197,64 @@ def _of_columns(name: str, columns: dict[str, list[Any]], without: Sequence[str]
 
 
 def _encoded(name: str, columns: dict[str, list[Any]]) -> Iterator[bytes]:
+    for column in columns:
+        _require_exact(name, column, columns[column])
     encoder = msgspec.json.Encoder(enc_hook=_plain)
     for number, values in enumerate(zip(*columns.values(), strict=True)):
+        row = dict(zip(columns, values, strict=True))
         try:
-            yield encoder.encode(dict(zip(columns, values, strict=True)))
+            yield encoder.encode(row)
         except (TypeError, NotImplementedError) as error:
-            raise OperatorError(
-                f"row {number} of {name} cannot be written as JSON: {error}",
-                hint="make numbers, texts or lists of them, or leave the column out",
-            ) from error
+            column = next(c for c in row if not _is_encoded(encoder, row[c]))
+            raise _refusal(name, number, column, error) from error
+
+
+def _is_encoded(encoder: msgspec.json.Encoder, value: Any) -> bool:
+    try:
+        encoder.encode(value)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def _refusal(name: str, row: int, column: str, problem: object, hint: str = _HINT) -> OperatorError:
+    return OperatorError(
+        f"row {row} of {name} cannot be written as JSON: column {column!r}: {problem}", hint=hint
+    )
+
+
+def _require_exact(name: str, column: str, values: Sequence[Any]) -> None:
+    if set(map(type, values)) <= _EXACT:
+        return
+    for row, value in enumerate(values):
+        if isinstance(value, float) and math.isnan(value):
+            continue  # missing
+        for part in _changed_parts(value):
+            kind = type(part).__name__
+            if isinstance(part, float):
+                hint = "replace it by a finite number, or leave the column out"
+                raise _refusal(name, row, column, f"the {kind} {part} is not finite", hint)
+            hint = "decode it to a text or to a list of numbers, or leave the column out"
+            raise _refusal(name, row, column, f"{kind} is not a number or a text", hint)
+
+
+def _changed_parts(value: Any) -> Iterator[Any]:
+    """What msgspec would change silently: bytes to base64, NaN and infinity to null."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        yield value
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            yield value
+    elif isinstance(value, Mapping):
+        yield from _changed_parts(list(value.values()))
+    elif isinstance(value, list | tuple | set | frozenset):
+        kinds = set(map(type, value))
+        if kinds <= _EXACT or (kinds == {float} and all(map(math.isfinite, value))):
+            return  # the fast way for long lists of numbers
+        for part in value:
+            yield from _changed_parts(part)
+    elif hasattr(value, "tolist"):
+        yield from _changed_parts(value.tolist())
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 from papaya.device.executor import LOADER
 from papaya.device.texts import LIBRARY, library_texts, lines, texts_in, unreadable
 from papaya.errors import OperatorError
-from papaya.learning.task import LoadedTask
+from papaya.learning.task import NO_FILE, LoadedTask
 from papaya.study.data.source import Memory
 
 TextLoader: TypeAlias = Callable[[str], list[bytes]]
@@ -52,6 +52,11 @@ def text_source(name: str, texts: list[Path], load: TextLoader) -> Memory:
 
 def loader_of(loaded: LoadedTask) -> TextLoader:
     """How this task makes examples of a text."""
+    if loaded.path == NO_FILE:
+        raise OperatorError(
+            f"texts need a task file, which may have {LOADER}; this task is defined in a notebook",
+            hint="write the task to a file and give its name, or give lists of bytes as data",
+        )
     loader: TextLoader = runpy.run_path(str(loaded.path)).get(LOADER, lines)
     return loader
 

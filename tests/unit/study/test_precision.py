@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from papaya.config import AsyncFL, TaskConfig
+from papaya.config import AsyncFL, TaskConfig, Weighting
 from papaya.secagg import fixed_point
 from papaya.study.precision import (
     LEAST_UPDATES,
+    mean_weight,
     norms_of,
     precision,
     rounding_errors,
@@ -58,7 +59,7 @@ def test_the_errors_are_those_of_the_encoder() -> None:
     updates = rng.normal(0, 0.1 / math.sqrt(LENGTH), (GOAL, LENGTH))
     examples = np.full(GOAL, 25)
     norms = 4 * np.linalg.norm(updates, axis=1).tolist()
-    said = precision(TASK, LENGTH, float(examples.mean()), norms)
+    said = precision(TASK, LENGTH, mean_weight(TASK, examples), norms)
     assert said is not None
     shares = examples / TASK.max_examples
     scale = fixed_point.scale(GOAL, said.clip)
@@ -75,28 +76,37 @@ def test_the_errors_are_those_of_the_encoder() -> None:
 
 
 def test_few_examples_cost_precision_and_a_large_goal_levels() -> None:
-    fine = precision(TASK, LENGTH, 100.0, 20 * [1.0, 2.0])
-    coarse = precision(TASK, LENGTH, 10.0, 20 * [1.0, 2.0])
+    fine = precision(TASK, LENGTH, 1.0, 20 * [1.0, 2.0])
+    coarse = precision(TASK, LENGTH, 0.1, 20 * [1.0, 2.0])
     assert fine is not None
     assert coarse is not None
     assert coarse.error == pytest.approx(10 * fine.error)
     assert fine.is_enough
     wide = structs.replace(TASK, regime=AsyncFL(2**25), concurrency=2**26)
-    found = precision(wide, 10**6, 100.0, 30 * [1.0])
+    found = precision(wide, 10**6, 1.0, 30 * [1.0])
     assert found is not None
     assert not found.is_enough
 
 
+def test_the_weights_are_those_of_the_task() -> None:
+    examples = np.array([10, 30, 200])
+    assert mean_weight(TASK, examples) == pytest.approx((0.1 + 0.3 + 1) / 3)
+    capped = structs.replace(TASK, weighting=Weighting("capped", cap=20))
+    assert mean_weight(capped, examples) == pytest.approx((0.5 + 1 + 1) / 3)
+    equal = structs.replace(TASK, weighting=Weighting("equal"))
+    assert mean_weight(equal, examples) == 1
+
+
 def test_a_clip_can_be_asked_for() -> None:
-    found = precision(TASK, LENGTH, 50.0, [1.0, 3.0], clip=2.0)
+    found = precision(TASK, LENGTH, 0.5, [1.0, 3.0], clip=2.0)
     assert found is not None
     assert (found.clip, found.clipped) == (2.0, 0.5)
-    assert precision(TASK, LENGTH, 50.0, []) is None
+    assert precision(TASK, LENGTH, 0.5, []) is None
 
 
 def test_a_clip_is_not_suggested_from_a_few_updates() -> None:
-    assert precision(TASK, LENGTH, 50.0, (LEAST_UPDATES - 1) * [1.0]) is None
-    assert precision(TASK, LENGTH, 50.0, LEAST_UPDATES * [1.0]) is not None
+    assert precision(TASK, LENGTH, 0.5, (LEAST_UPDATES - 1) * [1.0]) is None
+    assert precision(TASK, LENGTH, 0.5, LEAST_UPDATES * [1.0]) is not None
 
 
 def test_the_error_of_fewer_bits_is_measured_on_the_updates_and_on_their_mean() -> None:

@@ -171,6 +171,58 @@ def test_words_name_partitions() -> None:
         parse_partition("dirichlet:clients=9,alpha=-1")
 
 
+LOSSY = {
+    "bytes is not a number or a text": b"abc",
+    "bytearray is not a number": [{"raw": bytearray(2)}],
+    "the float nan is not finite": [[1.0, float("nan")]],
+    "the float inf is not finite": np.array([1.0, np.inf]),
+    "the float -inf is not finite": float("-inf"),
+}
+
+
+@pytest.mark.parametrize("problem", LOSSY)
+def test_values_that_json_would_change_are_refused(problem: str) -> None:
+    rows = {"user": ["a", "a"], "z": ["text", None], "x": [[1.5, None], LOSSY[problem]]}
+    with pytest.raises(OperatorError, match=f"row 1 of .*: column 'x': {problem}") as refused:
+        table_source(pandas.DataFrame(rows), ByColumn("user"))
+    assert "or leave the column out" in refused.value.hint
+    items = [{"user": "a", "x": 1.0}, {"user": "a", "x": [LOSSY[problem]]}]
+    with pytest.raises(OperatorError, match=f"row 1 of a dataset .*: column 'x': {problem}"):
+        table_source(items, ByColumn("user"))
+
+
+def test_bytes_in_files_are_refused(tmp_path: Path) -> None:
+    import datasets  # slow
+
+    datasets.disable_progress_bars()
+    frame = pandas.DataFrame({"user": ["a"], "x": [b"abc"]})
+    frame.to_parquet(tmp_path / "data.parquet")
+    datasets.Dataset.from_pandas(frame).save_to_disk(tmp_path / "folder")
+    task = load_task(Path("examples/leaf.py"))
+    for data in (f"parquet:{tmp_path / 'data.parquet'}", f"hf:{tmp_path / 'folder'}"):
+        with pytest.raises(OperatorError, match="column 'x': bytes is not"):
+            open_source(data, task, ByColumn("user"))
+
+
+def test_a_field_that_is_nan_is_missing() -> None:
+    rows = {"user": ["a", "a"], "x": [0.5, float("nan")]}
+    frame = pandas.DataFrame(rows)
+    for table in (frame, frame.to_dict("records")):
+        assert everything(table_source(table, ByColumn("user"))) == [[{"x": 0.5}, {"x": None}]]
+
+
+def test_images_of_a_torch_dataset_need_a_transform() -> None:
+    class Image:
+        pass
+
+    for value, kind in ((Image(), "Image"), (b"abc", "bytes")):
+        problem = f"row 1 of a dataset .*: column 'x': {kind} is not a number"
+        for item in ((value, 1), {"x": value, "y": 1}):
+            with pytest.raises(OperatorError, match=problem) as refused:
+                table_source([([0.5], 0), item], Sizes(clients=1))
+            assert "ToTensor()" in refused.value.hint
+
+
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     frame, task = a_frame(), load_task(Path("examples/leaf.py"))
     with pytest.raises(OperatorError, match=r"no column 'users'") as caught:
@@ -182,7 +234,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         table_source(frame, LabelShards(clients=400))
     with pytest.raises(OperatorError, match="no rows"):
         table_source(frame[:0], ByColumn("user"))
-    with pytest.raises(OperatorError, match="row 0 of a DataFrame cannot be written"):
+    with pytest.raises(OperatorError, match=r"row 0 of a DataFrame cannot be written.*'x': obj"):
         table_source(pandas.DataFrame({"user": ["a"], "x": [object()]}), ByColumn("user"))
     with pytest.raises(OperatorError, match="which row belongs to which client"):
         open_source("csv:data.csv", task)
