@@ -24,6 +24,7 @@ long runs, as `--steps` does.
 
 from __future__ import annotations
 
+import math
 import reprlib
 import sys
 import warnings
@@ -159,7 +160,7 @@ def simulate(
     if output is not None:
         simulated.save(output)
     if resume is not None:
-        forget(resume)
+        forget(run, resume)
     if (early := ended_early(simulated.result)) is not None:
         _warn([early])
     return simulated
@@ -245,7 +246,7 @@ class SweepResult:
     @cached_property
     def table(self) -> pandas.DataFrame:
         """A row for each setting, the best first; means over seeds, `*_spread` their deviation. The
-        first columns are what was varied and the loss.
+        first columns are what was varied and the loss. Losses are NaN if a seed diverged.
         """
         names = [name for name in ResultRow.__struct_fields__ if name not in _NOT_COLUMNS]
         found = [
@@ -253,6 +254,7 @@ class SweepResult:
                 **row.setting,
                 "seeds": len(row.outcomes),
                 **{name: getattr(row, name) for name in names},
+                **(dict.fromkeys(_LOSSES, math.nan) if row.diverged else {}),
             }
             for row in self.rows
         ]
@@ -268,6 +270,7 @@ class SweepResult:
 
 
 _NOT_COLUMNS = ("label", "setting", "outcomes")
+_LOSSES = ("loss", "loss_spread", "p75", "p99")
 
 
 def _without_pandas() -> list[str]:
@@ -297,6 +300,7 @@ def _prepared(
     steps: Steps,
     progress: bool,
 ) -> Prepared:
+    """The task with its data. With `progress`, a line on stderr describes them."""
     if isinstance(partition, str):
         partition = parse_partition(partition)
     data = clients if isinstance(clients, str) else None
@@ -307,9 +311,13 @@ def _prepared(
         raise own_data(name)
     with elapsed(spec.preparation) if progress else nullcontext():
         if name in BUILT_IN or (clients is None and not isinstance(task, Task)):
-            return prepare(spec, fleet)
-        loaded = loaded_in_memory(task) if isinstance(task, Task) else load_task(Path(task))
-        return with_source(spec, loaded, _source(clients, loaded, partition), fleet)
+            prepared = prepare(spec, fleet)
+        else:
+            loaded = loaded_in_memory(task) if isinstance(task, Task) else load_task(Path(task))
+            prepared = with_source(spec, loaded, _source(clients, loaded, partition), fleet)
+    if progress:
+        sys.stderr.write(prepared.about + "\n")
+    return prepared
 
 
 def _source(clients: object, loaded: LoadedTask, partition: Partition | None) -> Source:

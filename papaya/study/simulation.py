@@ -6,7 +6,8 @@
     simulated.save(folder)        # report, curve, model, clients, plots, and the run itself
 
 With a folder to resume in, the trace and checkpoints are kept there until the run is over: a run
-that was killed continues when it is called again, and ends with the same numbers.
+that was killed continues when it is called again, and ends with the same numbers. Each run has a
+subfolder of its own, so runs may share the folder.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import csv
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -87,6 +88,7 @@ INSTALL_PANDAS: Final = (
     "make install"
 )
 CHECKPOINT_S: Final = 30.0
+_CHECKPOINT: Final = "learning.checkpoint"
 _FOLLOWED_UPDATES: Final = 20_000
 _FOLLOWED_BYTES: Final = 1 << 29
 _FIELDS: Final = ("all", "p75", "p99", "all_by_clients")
@@ -306,8 +308,9 @@ def simulate_run(
     """Record and learn. Clients train in so many processes, or on the Ray cluster `ray`. `resume`
     is a folder for the trace and checkpoints.
     """
-    with _recorded(run, prepared, resume, tell) as (trace, whole):
-        return _learnt(run, prepared, trace, whole, processes, ray, resume, checkpoint_s, tell)
+    own = None if resume is None else _own_folder(run, resume)
+    with _recorded(run, prepared, own, tell) as (trace, whole):
+        return _learnt(run, prepared, trace, whole, processes, ray, own, checkpoint_s, tell)
 
 
 def _learnt(
@@ -317,7 +320,7 @@ def _learnt(
     whole: Whole,
     processes: int,
     ray: str | None,
-    resume: Path | None,
+    own: Path | None,
     checkpoint_s: float,
     tell: TellStage,
 ) -> SimulatedRun:
@@ -334,8 +337,8 @@ def _learnt(
         tell("learning", min(1.0, trained / total), words)
 
     checkpoints = None
-    if resume is not None:
-        checkpoints = Checkpoints(_checkpoint(run, resume), checkpoint_s)
+    if own is not None:
+        checkpoints = Checkpoints(own / _CHECKPOINT, checkpoint_s)
     with prepared.opened(run.recording_plan.seed, processes, ray) as workload:
         result = learn_run(
             run,
@@ -353,15 +356,16 @@ def _learnt(
     return SimulatedRun(result, report, parameters, table, prepared)
 
 
-def _checkpoint(run: Run, resume: Path) -> Path:
-    return resume / f"{run.digest}.checkpoint"
+def _own_folder(run: Run, resume: Path) -> Path:
+    return resume / run.digest
 
 
 def kept_of(run: Run, resume: Path, again: Literal["command", "call"]) -> str:
     """What is left of an interrupted run, and what the same command or call does with it."""
-    if _checkpoint(run, resume).exists():
+    own = _own_folder(run, resume)
+    if (own / _CHECKPOINT).exists():
         return f"the last checkpoint is kept: run the same {again} again to continue from there"
-    if Recording(resume, run.recording_plan).is_there:
+    if Recording(own, run.recording_plan).is_there:
         return (
             "only the recording of the fleet is kept, there is no checkpoint yet: the same "
             f"{again} starts to learn from the beginning"
@@ -369,21 +373,23 @@ def kept_of(run: Run, resume: Path, again: Literal["command", "call"]) -> str:
     return f"nothing is kept yet: the same {again} starts from the beginning"
 
 
-def forget(resume: Path) -> None:
-    """Delete what a run has left to resume from."""
-    shutil.rmtree(resume, ignore_errors=True)
+def forget(run: Run, resume: Path) -> None:
+    """Delete what this run has left to resume from."""
+    shutil.rmtree(_own_folder(run, resume), ignore_errors=True)
+    with suppress(OSError):  # other runs use the folder
+        resume.rmdir()
 
 
 @contextmanager
 def _recorded(
-    run: Run, prepared: Prepared, resume: Path | None, tell: TellStage
+    run: Run, prepared: Prepared, own: Path | None, tell: TellStage
 ) -> Iterator[tuple[Trace | FollowedTrace, Whole]]:
     """The recording, and who gives all of it. A long one goes on in another process meanwhile."""
     plan = run.recording_plan
     recording = None
-    if resume is not None:
-        (resume / "traces").mkdir(parents=True, exist_ok=True)
-        recording = Recording(resume, plan)
+    if own is not None:
+        (own / "traces").mkdir(parents=True, exist_ok=True)
+        recording = Recording(own, plan)
         if recording.is_there:
             kept = recording
             yield kept.trace, lambda: (kept.trace, kept.report)

@@ -43,7 +43,7 @@ from papaya.config import (
     Weighting,
 )
 from papaya.config.checks import require, require_choice
-from papaya.errors import ConfigError
+from papaya.errors import ConfigError, OperatorError
 from papaya.learning.definition import ADAM_DEFAULTS, ClientSGD
 from papaya.learning.entry_points import load_used
 from papaya.learning.server_optimizer import server_optimizer
@@ -322,7 +322,25 @@ def _maker(prepared: Prepared) -> Make:
 
 
 def _make(spec: WorkloadSpec, population: PopulationConfig, run: Run, folder: Path) -> Workload:
+    """For other processes, which open the task and its data again."""
+    _require_same(_prepared(spec, population).digest, run.data)
     return _workload(spec, population, run.recording_plan.seed)
+
+
+def _require_same(found: str, wanted: str) -> None:
+    """Results are kept under the digest of what the sweep began with."""
+    if found == wanted:
+        return
+    if found.removesuffix("/compiled") == wanted.removesuffix("/compiled"):
+        ways = {True: "compiled", False: "eager"}
+        now, before = (ways[digest.endswith("/compiled")] for digest in (found, wanted))
+        raise OperatorError(
+            f"a worker process has {now} steps, but the sweep began with {before} ones",
+            hint="repeat the command, or choose eager steps",
+        )
+    raise OperatorError(
+        "the task or its data changed while the sweep was running", hint="repeat the command"
+    )
 
 
 @lru_cache(maxsize=2)

@@ -133,7 +133,7 @@ def _show(simulated: SimulatedRun, options: SimulateOptions, folder: Path) -> No
         note(f"warning: {early}")
     with writing(folder):
         written = simulated.save(folder)
-    forget(folder / "resume")
+    forget(learnt.run, folder / "resume")
     if options.is_json:
         print_json(for_programs(learnt))
     else:

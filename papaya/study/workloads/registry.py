@@ -10,7 +10,7 @@ stands for is opened by `prepare`:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache, partial
@@ -28,7 +28,7 @@ from papaya.learning.definition import ClientSGD
 from papaya.learning.entry_points import load_used
 from papaya.learning.parameters import Manifest
 from papaya.learning.settings import GivenSettings, changed, with_client
-from papaya.learning.task import NO_FILE, LoadedTask, load_task
+from papaya.learning.task import NO_FILE, LoadedTask, load_task, module_hash
 from papaya.sim.draws import Ints, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig, client_of
 from papaya.study.data.opening import open_source
@@ -122,7 +122,7 @@ class Prepared:
 
     `digest` names model and data by their content, unless they are our own code.
     `make(seed, processes, ray)` makes the workload. `manifest` names the tensors of its parameters.
-    `source` is the data of a task file, `loaded` the file.
+    `source` is the data of a task file, `loaded` the file, `task_source` its content.
     """
 
     spec: WorkloadSpec
@@ -135,13 +135,7 @@ class Prepared:
     manifest: Manifest
     source: Source | None = None
     loaded: LoadedTask | None = None
-
-    @property
-    def task_source(self) -> bytes | None:
-        """The content of the task file, if there is one."""
-        if self.loaded is None or self.loaded.path == NO_FILE:
-            return None
-        return self.loaded.path.read_bytes()
+    task_source: bytes | None = None
 
     def shipped(self) -> ShippedWorkload:
         """For machines that have neither the task file nor the data."""
@@ -260,6 +254,7 @@ def with_source(
     spec: WorkloadSpec, loaded: LoadedTask, source: Source, population: PopulationConfig = DEFAULT
 ) -> Prepared:
     """A task file and examples from anywhere."""
+    task_source = _content(loaded)
     given = GivenSettings.of(spec.settings)
     loaded = with_client(loaded, given.client)
     # Before anything is recorded: what fails on an example fails at once.
@@ -297,6 +292,20 @@ def with_source(
         manifest=loaded.manifest,
         source=source,
         loaded=loaded,
+        task_source=task_source,
+    )
+
+
+def _content(loaded: LoadedTask) -> bytes | None:
+    """The content of the task file as it was loaded; None for a task without a file."""
+    if loaded.path == NO_FILE:
+        return None
+    with suppress(OSError):
+        content = loaded.path.read_bytes()
+        if module_hash(content, loaded.frozen) == loaded.module_hash:
+            return content
+    raise OperatorError(
+        f"{loaded.path} changed while it was prepared", hint="run the command again"
     )
 
 

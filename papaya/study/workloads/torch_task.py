@@ -38,7 +38,7 @@ from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask
 from papaya.learning.torch.compiled_gradient import Library
 from papaya.sim.draws import Floats, Ints, counters, splitmix64, splitmix64_words
-from papaya.study.workloads.base import Clients, Matrix, Quality, quality
+from papaya.study.workloads.base import Clients, Matrix, MeansByVolume, Quality, quality
 from papaya.study.workloads.torch_workers import (
     BegunShares,
     ClientTrainer,
@@ -179,8 +179,9 @@ class TorchWorkload:
     def evaluate(self, parameters: Vector) -> Quality:
         results = self.client_results(parameters)
         losses, *metrics = (quality(column, self.held_out.examples) for column in results.T)
+        means = (MeansByVolume(m.all, m.p75, m.p99, m.all_by_clients) for m in metrics)
         names = (bounds.name for bounds in self.loaded.task.metric_bounds)
-        return structs.replace(losses, metrics=dict(zip(names, metrics, strict=True)))
+        return structs.replace(losses, metrics=dict(zip(names, means, strict=True)))
 
     def client_results(self, parameters: Vector) -> Floats:
         """A row for each judged client: its mean loss, then its mean of each metric."""

@@ -544,13 +544,13 @@ def test_a_killed_run_resumes_with_the_same_numbers(
     arguments += ["--checkpoint-every", "0", "--output"]
     command = [sys.executable, "-c", KILLED, "simulate", *arguments, str(tmp_path / "killed")]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    assert list((tmp_path / "killed").glob("resume/*.checkpoint"))
+    assert list((tmp_path / "killed").glob("resume/**/*.checkpoint"))
     assert not (tmp_path / "killed" / "model.safetensors").exists()
     offered: Counter[Path] = Counter()
     save = Checkpoints.save_if_due
 
     def counted(self: Checkpoints, make: Callable[[], LearningState]) -> None:
-        offered[self.path.parent.parent] += 1
+        offered[next(p.parent for p in self.path.parents if p.name == "resume")] += 1
         save(self, make)
 
     monkeypatch.setattr(Checkpoints, "save_if_due", counted)
@@ -561,7 +561,50 @@ def test_a_killed_run_resumes_with_the_same_numbers(
         assert learning[0].startswith(f"learning: {first} clients trained")
         assert learning[-1] == "learning: 100 %, 400 of 400 clients trained, 6 versions evaluated"
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
+    reports = [(tmp_path / folder / "report.json").read_bytes() for folder in ("killed", "whole")]
+    assert reports[0] == reports[1]
     assert offered[tmp_path / "whole"] - offered[tmp_path / "killed"] == 3
+
+
+def test_a_finished_run_keeps_the_checkpoints_of_others_in_its_folder(
+    own: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one run learns, another one of the same folder begins and ends."""
+    save = Checkpoints.save_if_due
+    saved: list[Path] = []
+
+    def save_and_run_another(self: Checkpoints, make: Callable[[], LearningState]) -> None:
+        save(self, make)
+        saved.append(self.path)
+        if len(saved) == 1:
+            assert simulate(own, tmp_path, "--seed", "2", "--checkpoint-every", "0") == 0
+            assert saved[0] != saved[-1]
+            assert saved[0].exists()
+            assert not saved[-1].exists()
+
+    monkeypatch.setattr(Checkpoints, "save_if_due", save_and_run_another)
+    assert simulate(own, tmp_path, "--seed", "1", "--checkpoint-every", "0") == 0
+    assert not (tmp_path / "resume").exists()
+
+
+@pytest.mark.parametrize("change", ["edited", "deleted"])
+def test_the_saved_task_file_is_the_one_that_ran(
+    change: str, own: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = tmp_path / "signs.py"
+    task.write_text(TASK)
+    judge = Judging.judge
+
+    def change_and_judge(self: Judging, *values: Any, **named: Any) -> None:
+        if change == "edited":
+            task.write_text(TASK + "# edited")
+        else:
+            task.unlink(missing_ok=True)
+        judge(self, *values, **named)
+
+    monkeypatch.setattr(Judging, "judge", change_and_judge)
+    assert simulate([str(task), *own[1:]], tmp_path / "out") == 0
+    assert (tmp_path / "out" / "task.py").read_text() == TASK
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import warnings
@@ -15,7 +16,7 @@ from msgspec import structs
 
 import papaya
 from papaya.cli.main import main
-from papaya.config import StopRule
+from papaya.config import StopRule, Weighting
 from papaya.errors import OperatorError, PapayaError
 from papaya.learning.task import Task, load_task
 from papaya.study import notebook
@@ -91,6 +92,27 @@ def test_a_task_of_a_notebook_gives_the_numbers_of_its_file(tmp_path: Path) -> N
         papaya.simulate(task, clients, processes=2, **SMALL)
     with pytest.raises(OperatorError, match="defined in a notebook"):
         papaya.sweep(task, clients, vary={"K": (2, 3)}, jobs=2, **SMALL)
+
+
+def test_texts_need_a_task_file() -> None:
+    task = load_task(Path(EXAMPLE)).task
+    for data in ("stdlib", "text:examples"):
+        with pytest.raises(OperatorError, match="texts need a task file") as refused:
+            papaya.simulate(task, data, **SMALL)
+        assert "write the task to a file" in refused.value.hint
+
+
+def test_equal_weights_leave_more_precision() -> None:
+    task = load_task(Path(EXAMPLE)).task
+    found = {}
+    for kind in ("examples", "equal"):
+        weighted = structs.replace(task, weighting=Weighting(kind))
+        found[kind] = papaya.simulate(weighted, some_clients(), goal=3, **SMALL).result.precision
+    assert found["equal"] is not None
+    assert found["examples"] is not None
+    steps = {kind: one.error / one.step for kind, one in found.items() if one is not None}
+    assert steps["equal"] == pytest.approx(1 / math.sqrt(12 * 3))
+    assert steps["equal"] < steps["examples"]
 
 
 def test_a_run_is_kept_if_pandas_is_missing(
@@ -169,6 +191,28 @@ def test_a_sweep_has_a_row_for_each_setting(tmp_path: Path) -> None:
     assert list(found.table)[:4] == ["K", "client_rate", "loss", "regime"], "varied, then the rest"
     assert found.table.columns.is_unique
     assert len(list((tmp_path / "runs").glob("*.json"))) == 4
+
+
+def test_a_setting_that_diverged_has_no_loss_in_the_table() -> None:
+    found = papaya.sweep(EXAMPLE, some_clients(), vary={"client_rate": (1e38, 0.1)}, **SMALL)
+    assert found.table["diverged"].tolist() == [0, 1]
+    losses = found.table[["loss", "loss_spread", "p75", "p99"]]
+    assert losses.loc[0].notna().all()
+    assert losses.loc[1].isna().all()
+
+
+def test_progress_describes_the_task_and_its_data_once(capsys: pytest.CaptureFixture[str]) -> None:
+    clients = [*some_clients(), []]
+    for progress in (True, False):
+        given = SMALL | {"progress": progress}
+        papaya.simulate(EXAMPLE, clients, **given)
+        simulated = capsys.readouterr()
+        papaya.sweep(EXAMPLE, clients, vary={"K": (4,)}, **given)
+        for shown in (simulated, capsys.readouterr()):
+            described = [line for line in shown.err.splitlines() if "parameters; " in line]
+            assert len(described) == progress
+            assert all("eager steps" in line and "12 clients" in line for line in described)
+            assert not shown.out
 
 
 def test_a_sweep_of_epochs_says_that_they_take_no_time() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,8 @@ from papaya.config import (
 from papaya.errors import ConfigError, OperatorError
 from papaya.sim.jobs import mapping
 from papaya.sim.population import PopulationConfig
+from papaya.study.data.opening import save_source
+from papaya.study.data.source import Memory
 from papaya.study.lab import Lab, LabStep
 from papaya.study.run import RecordingPlan, Run, RunResult, record_plan, recordable
 from papaya.study.sweep import (
@@ -305,6 +308,51 @@ def test_a_run_is_the_same_in_other_processes(
     plan = structs.replace(SMALL, vary={**SMALL.vary, "K": (5,)})
     elsewhere = sweep(plan, tmp_path, jobs=2, prepared=prepared)
     assert msgspec.json.encode(elsewhere) == msgspec.json.encode(outcomes[:2])
+
+
+@pytest.mark.parametrize("changed", ["task.py", "clients"])
+def test_what_changes_while_a_sweep_records_is_not_kept_as_what_it_was(
+    changed: str, tmp_path: Path
+) -> None:
+    task, clients = tmp_path / "task.py", tmp_path / "clients"
+    shutil.copy("examples/leaf.py", task)
+    save_source(_signs(1.0), clients)
+    plan = Plan(
+        workload=WorkloadSpec(str(task), f"saved:{clients}", steps="eager"),
+        vary={"client_rate": (0.1, 0.2)},
+        updates=20,
+        evaluations=2,
+        population=POPULATION,
+    )
+
+    def change(step: LabStep) -> None:
+        if step.kind == "traces" and changed == "task.py":
+            task.write_text(task.read_text() + "\n# edited\n")
+        elif step.kind == "traces":
+            save_source(_signs(2.0), clients)
+
+    with pytest.raises(OperatorError, match="changed while the sweep was running") as refused:
+        sweep(plan, tmp_path / "sweep", jobs=2, progress=change)
+    assert refused.value.hint == "repeat the command"
+    assert not list((tmp_path / "sweep" / "runs").iterdir())
+    assert len(sweep(plan, tmp_path / "sweep", jobs=2)) == 2
+
+
+def _signs(scale: float) -> Memory:
+    examples = [
+        msgspec.json.encode({"x": [scale * (number - 9.5), 1.0], "y": int(number > 9)})
+        for number in range(20)
+    ]
+    return Memory("signs", [examples] * 5)
+
+
+def test_a_worker_that_cannot_compile_does_not_train_for_one_that_can(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    compiled = replace(prepared, digest=f"{prepared.digest}/compiled")
+    with pytest.raises(OperatorError, match="has eager steps, but the sweep began with compiled"):
+        sweep(SMALL, tmp_path, jobs=2, prepared=compiled)
+    assert not list((tmp_path / "runs").iterdir())
 
 
 def test_an_error_of_who_watches_is_no_divergence(

@@ -26,6 +26,7 @@ from papaya.study.workloads.registry import (
     chosen_steps,
     judges,
     prepare,
+    with_source,
 )
 
 POPULATION = PopulationConfig(size=1000)
@@ -150,6 +151,19 @@ def test_a_private_task_is_simulated_with_its_noise(tmp_path: Path) -> None:
 def a_client(device: int, volumes: tuple[int, ...]) -> Clients:
     examples = volumes[device % len(volumes)]
     return Clients(np.array([device]), np.array([0]), np.array([examples]))
+
+
+def test_a_file_that_changed_since_it_was_loaded_is_refused(tmp_path: Path) -> None:
+    file, data = a_task_file(tmp_path), f"leaf:{leaf_data(tmp_path)}"
+    loaded = load_task(file)
+    spec, source = WorkloadSpec(str(file), data), open_source(data, loaded, None)
+    assert with_source(spec, loaded, source, POPULATION).task_source == TASK.encode()
+    file.write_text(TASK + "# edited")
+    with pytest.raises(OperatorError, match="changed while it was prepared"):
+        with_source(spec, loaded, source, POPULATION)
+    file.unlink()
+    with pytest.raises(OperatorError, match="changed while it was prepared"):
+        with_source(spec, loaded, source, POPULATION)
 
 
 def test_other_data_or_another_file_has_another_digest(tmp_path: Path) -> None:
