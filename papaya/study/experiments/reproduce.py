@@ -223,8 +223,8 @@ _RULE = (
     'our interval or our mean within a quarter of it; for "above" and "below", if the whole '
     "interval does. A run that ended before its target gives a bound, which can show that a claim "
     "differs, but not that a number is about the same. A claim is not comparable if neither the "
-    "bound nor the seeds decide. This rule is the same for all claims and was fixed before the runs "
-    "that it applies to."
+    "bound nor the seeds decide. This rule is the same for all claims and was fixed before the "
+    "runs that it applies to."
 )
 
 
