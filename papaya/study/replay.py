@@ -160,11 +160,17 @@ class Curve(Struct, frozen=True):
 class Judging:
     """Judges version 0, the last, and `evaluations` versions in between, as they come.
 
-    It is over early when `target` is reached and kept, or when a loss is not finite.
+    It is over early when `target` is reached and kept, when it cannot be reached by the deadline
+    any more, or when a loss is not finite.
     """
 
     def __init__(
-        self, workload: Workload, last: int, evaluations: int, target: float | None
+        self,
+        workload: Workload,
+        last: int,
+        evaluations: int,
+        target: float | None,
+        deadline_h: float = math.inf,
     ) -> None:
         count = min(last, evaluations)
         self.due: list[int] = np.rint(np.linspace(0, last, count + 1)).astype(int).tolist()
@@ -173,11 +179,21 @@ class Judging:
         self.diverged: str | None = None
         self._workload = workload
         self._target = target
+        self._deadline_h = deadline_h
         self._streak = 0
 
     @property
     def is_over(self) -> bool:
-        return self.diverged is not None or self._streak > _STAYS
+        return self.diverged is not None or self._streak > _STAYS or self._is_too_late
+
+    @property
+    def _is_too_late(self) -> bool:
+        """The last point is past the deadline, and no point can still become the one at which the
+        target was reached before (`Curve.reached`).
+        """
+        if self._target is None or not self.points or self.points[-1].hours <= self._deadline_h:
+            return False
+        return all(point.quality.all > self._target for point in self.points[1 - _STAYS :])
 
     def judge(
         self, parameters: Vector, *, version: int, seconds: float, updates: int, trips: int
@@ -225,6 +241,7 @@ def learn(
     rates: Rates,
     *,
     target: float | None = None,
+    deadline_h: float = math.inf,
     evaluations: int = EVALUATIONS,
     until: int | None = None,
     progress: Callable[[int, int], None] = lambda trained, judged: None,
@@ -233,7 +250,8 @@ def learn(
     resumed: Callable[[int, int], None] = lambda trained, judged: None,
     rounding: bool = True,
 ) -> Curve:
-    """Replay the trace, or until version `until`, or until `target` is reached and kept.
+    """Replay the trace, or until version `until`, or until `target` is reached and kept, or until
+    it is certain that it is not reached in `deadline_h` hours.
 
     Judged are version 0, the last, and `evaluations` versions in between; `judged` is called with
     each of them. `progress` is called with the numbers of clients that are trained and of versions
@@ -242,7 +260,7 @@ def learn(
     before.
     """
     last = trace.versions if until is None else min(until, trace.versions)
-    judging = Judging(workload, last, evaluations, target)
+    judging = Judging(workload, last, evaluations, target, deadline_h)
     due = frozenset(judging.due)
     learner = _Learner(trace, workload, rates, last, rounding)
     if checkpoints is not None and (found := checkpoints.load()) is not None:

@@ -96,9 +96,10 @@ def require_target(loss: float | None) -> None:
 
 class Run(Struct, frozen=True, kw_only=True):
     """What is learnt along a recording, from at most so many counted updates (recording goes on to
-    the end of a minute). `data` names the model and its data by their content. `copies`: as many
-    devices stand in place of each recorded one (`Trace.repeated`). `curve_only`: nothing but the
-    curve and the norms of updates is computed, which is cheaper.
+    the end of a minute). `data` names the model and its data by their content. A run ends early
+    when it has reached its `target`, or cannot reach it in `deadline_h` hours any more. `copies`:
+    as many devices stand in place of each recorded one (`Trace.repeated`). `curve_only`: nothing
+    but the curve and the norms of updates is computed, which is cheaper.
     """
 
     recording_plan: RecordingPlan
@@ -107,6 +108,7 @@ class Run(Struct, frozen=True, kw_only=True):
     rates: Rates
     updates: int = UNBOUNDED
     target: float | None = None
+    deadline_h: float | None = None
     evaluations: int = 100
     copies: int = 1
     curve_only: bool = False
@@ -289,6 +291,7 @@ def learn_run(
         workload,
         run.rates,
         target=run.target,
+        deadline_h=math.inf if run.deadline_h is None else run.deadline_h,
         evaluations=run.evaluations,
         until=last_version,
         progress=progress,

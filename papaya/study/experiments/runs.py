@@ -29,7 +29,7 @@ from statistics import fmean
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from papaya.config import AsyncFL, OptimizerConfig, SyncFL, TaskConfig
 from papaya.errors import InvariantError
@@ -246,6 +246,7 @@ _EPSILON: Final = 1e-5
 MOMENTS: Final = (0.0, 0.9)
 NEVER_H: Final = 1e6  # hours: longer than any run
 _MOST_STEPS: Final = 6  # by which a grid of rates may grow
+_HEAT: Final = 4  # rates that race at the same time, whatever the number of processes
 TUNING_SEED: Final = 1001  # tuning never sees a seed that is reported
 
 
@@ -546,16 +547,20 @@ def best_of(
 ) -> Tuned:
     """The rates with the lowest mean score. A grid of several rates grows by one where the best is
     on its edge, by the factor between its neighbours, at most `_MOST_STEPS` times.
+
+    The score of runs with a target is the hours to it, so they race: as soon as one is there,
+    slower ones end. This does not change which is the best.
     """
     every = sorted(grid)
+    scores: dict[Rates, float] = {}
     for _ in range(_MOST_STEPS):
-        tuned = _best_in(lab, every, moments, runs, score, client)
+        tuned = _best_in(lab, every, moments, runs, score, client, scores)
         if len(every) < 2 or not tuned.is_on_edge:
             return tuned
         factor = every[1] / every[0]
         is_lowest = tuned.rates.optimizer.rate == every[0]
         every = [every[0] / factor, *every] if is_lowest else [*every, every[-1] * factor]
-    return _best_in(lab, every, moments, runs, score, client)
+    return _best_in(lab, every, moments, runs, score, client, scores)
 
 
 def _best_in(
@@ -565,12 +570,33 @@ def _best_in(
     runs: Callable[[Rates], list[Run]],
     score: Callable[[RunResult], float],
     client: ClientSGD,
+    scores: dict[Rates, float],
 ) -> Tuned:
-    wanted = [rates(rate, beta1, client) for beta1, rate in product(moments, grid)]
-    scores: dict[Rates, list[float]] = {}
-    for outcome in lab.learn([run for chosen in wanted for run in runs(chosen)]):
-        is_whole = outcome.curve.diverged is None
-        scores.setdefault(outcome.run.rates, []).append(score(outcome) if is_whole else math.inf)
-    means = {chosen: fmean(found) for chosen, found in scores.items()}
-    best = min(means, key=lambda chosen: means[chosen])
-    return Tuned(best, means[best], best.optimizer.rate in (grid[0], grid[-1]))
+    """`scores` are those that are known; the others are added."""
+    last = len(grid) - 1
+    # From the middle of the grid, where the best rate is likely, to its edges.
+    outwards = sorted(range(len(grid)), key=lambda place: abs(2 * place - last))
+    wanted = [rates(grid[place], beta1, client) for place, beta1 in product(outwards, moments)]
+    missing = [chosen for chosen in wanted if chosen not in scores]
+    while missing:
+        heat, missing = missing[:_HEAT], missing[_HEAT:]
+        best_h = min(scores.values(), default=math.inf)
+        found: dict[Rates, list[float]] = {}
+        for outcome in lab.learn([run for chosen in heat for run in _racing(runs(chosen), best_h)]):
+            is_whole = outcome.curve.diverged is None
+            found.setdefault(outcome.run.rates, []).append(score(outcome) if is_whole else math.inf)
+        scores.update((chosen, fmean(each)) for chosen, each in found.items())
+    ordered = [rates(rate, beta1, client) for beta1, rate in product(moments, grid)]
+    best_rates = min(ordered, key=lambda chosen: scores[chosen])  # the first of equals
+    is_on_edge = best_rates.optimizer.rate in (grid[0], grid[-1])
+    return Tuned(best_rates, scores[best_rates], is_on_edge)
+
+
+def _racing(runs: list[Run], best_h: float) -> list[Run]:
+    """They end when their mean hours to the target are certain to be more than `best_h`."""
+    if best_h >= NEVER_H:
+        return runs
+    return [
+        run if run.target is None else structs.replace(run, deadline_h=len(runs) * best_h)
+        for run in runs
+    ]

@@ -277,20 +277,48 @@ def test_a_target_is_reached_when_it_is_kept(
     assert (None if found is None else found.version) == version
 
 
+class Scripted(Drift):
+    """Its versions have these losses, whatever is learnt."""
+
+    def __init__(self, losses: Sequence[float]) -> None:
+        self.losses = iter(losses)
+
+    def evaluate(self, parameters: Vector) -> Quality:
+        return Quality(next(self.losses), 0.0, 0.0, 0.0)
+
+
+FALLING = (5.0, 2.0, 5.0, 4.0, 3.0, 2.9, 2.8, 2.7, 2.6, 2.5)
+
+
 def test_a_replay_stops_when_its_target_is_kept() -> None:
-    class Falling(Drift):
-        def __init__(self) -> None:
-            self.losses = iter([5.0, 2.0, 5.0, 4.0, 3.0, 2.9, 2.8, 2.7, 2.6, 2.5])
-
-        def evaluate(self, parameters: Vector) -> Quality:
-            return Quality(next(self.losses), 0.0, 0.0, 0.0)
-
-    curve = learn(a_trace(9, 4), Falling(), RATES, target=3.0)
+    curve = learn(a_trace(9, 4), Scripted(FALLING), RATES, target=3.0)
     reached = curve.reached(3.0)
     assert reached is not None
     assert reached.version == 4
     assert curve.points[-1].version == 7
-    assert len(learn(a_trace(9, 4), Falling(), RATES).points) == 10
+    assert len(learn(a_trace(9, 4), Scripted(FALLING), RATES).points) == 10
+
+
+def test_a_replay_stops_when_its_target_cannot_be_reached_in_time() -> None:
+    """Versions are ten seconds apart. Version 2 might make version 1 the one that was there."""
+    for deadline_s, ends in ((5, 3), (25, 3), (30, 7), (1000, 7)):
+        losses = Scripted(FALLING)
+        curve = learn(a_trace(9, 4), losses, RATES, target=3.0, deadline_h=deadline_s / 3600)
+        assert curve.points[-1].version == ends
+
+
+@given(st.lists(st.integers(1, 5), min_size=10, max_size=10), st.integers(0, 100))
+def test_a_deadline_hides_no_target_that_is_reached_before_it(
+    losses: list[int], deadline_s: int
+) -> None:
+    deadline_h = deadline_s / 3600
+    whole = learn(a_trace(9, 4), Scripted(losses), RATES)
+    raced = learn(a_trace(9, 4), Scripted(losses), RATES, target=3.0, deadline_h=deadline_h)
+    found = whole.reached(3.0)
+    if found is not None and whole.points[max(0, found.version - 1)].hours <= deadline_h:
+        assert raced.reached(3.0) == found
+    else:
+        assert raced.reached(3.0) in (None, found)
 
 
 class Interrupted(Drift):

@@ -40,6 +40,7 @@ from papaya.study.experiments.runs import (
     workload_of,
 )
 from papaya.study.lab import Lab, LabStep
+from papaya.study.run import RunResult
 from papaya.study.workloads.language import EmbeddingWorkload
 from papaya.study.workloads.text import Corpus, corpus_of, windows_of_text
 
@@ -220,6 +221,24 @@ def test_of_rates_that_never_reach_the_target_the_one_with_the_lowest_loss_is_be
     found = tuned_for_time(lab, [PLAN], (0.001, 0.02, 3.0), 0.01)
     assert found.score >= NEVER_H
     assert found.rates.optimizer.rate == 0.02
+
+
+def test_slower_rates_of_a_race_end_early_and_the_best_is_the_same(tmp_path: Path) -> None:
+    learnt: list[RunResult] = []
+    lab = Lab(
+        tmp_path,
+        in_turn,
+        workload_of,
+        lambda step: learnt.extend([] if step.outcome is None else [step.outcome]),
+    )
+    plan = until_versions(AsyncFL(4), 12, 3, 40)
+    # The best rate is on an edge, so the grid grows during the race.
+    grid, share = (0.02, 0.04, 0.08, 0.16), 0.9
+    for plans in ([plan], [plan, structs.replace(plan, seed=4)]):
+        raced = tuned_for_time(lab, plans, grid, share)
+        late = [run for run in learnt if run.run.deadline_h is not None and not run.target_hours]
+        assert any(run.versions < 40 for run in late)
+        assert raced == tuned_for_time(lab, plans, grid, share, whole=True)
 
 
 def test_a_search_for_time_stops_at_the_target(tmp_path: Path) -> None:
