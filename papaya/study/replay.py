@@ -81,7 +81,7 @@ from papaya.study.workloads.base import (
 
 EVALUATIONS = 200
 NORMS_KEPT = 4096
-_STAYS = 3
+STAYS = 3
 _ROUNDING = 0x726F756E64  # sets these random numbers apart from those of workloads
 _SURELY = 1 - 1e-6
 
@@ -151,8 +151,8 @@ class Curve(Struct, frozen=True):
         on average over the next: a single lucky version does not count.
         """
         losses = np.array([point.quality.all for point in self.points])
-        for index in range(len(losses) - _STAYS + 1):
-            if losses[index] <= loss and losses[index : index + _STAYS].mean() <= loss:
+        for index in range(len(losses) - STAYS + 1):
+            if losses[index] <= loss and losses[index : index + STAYS].mean() <= loss:
                 return self.points[index]
         return None
 
@@ -184,7 +184,7 @@ class Judging:
 
     @property
     def is_over(self) -> bool:
-        return self.diverged is not None or self._streak > _STAYS or self._is_too_late
+        return self.diverged is not None or self._streak > STAYS or self._is_too_late
 
     @property
     def _is_too_late(self) -> bool:
@@ -193,7 +193,7 @@ class Judging:
         """
         if self._target is None or not self.points or self.points[-1].hours <= self._deadline_h:
             return False
-        return all(point.quality.all > self._target for point in self.points[1 - _STAYS :])
+        return all(point.quality.all > self._target for point in self.points[1 - STAYS :])
 
     def judge(
         self, parameters: Vector, *, version: int, seconds: float, updates: int, trips: int

@@ -111,7 +111,7 @@ def lines(
         for axis, panel in zip(axes, panels, strict=True):
             prepare(axis, panel.title, x_label, panel.y_label)
             for label, points in panel.lines.items():
-                _line(axis, label, _seen(points, positive=panel.log), colors[label])
+                _line(axis, label, _gapped(points, positive=panel.log), colors[label])
             if known := [point for point in panel.paper if all(map(math.isfinite, point))]:
                 x, y = zip(*known, strict=True)
                 axis.plot(x, y, "k*", markersize=9, label="the paper", linestyle="none")
@@ -267,14 +267,14 @@ def _figure(count: int, *, share_y: bool = False) -> tuple[Figure, list[Axes]]:
     return figure, list(axes[0])
 
 
-def _line(axis: Axes, label: str, seen: Points, color: str) -> None:
+def _line(axis: Axes, label: str, points: Points, color: str) -> None:
     x, low, high = [], [], []
-    for place, values in seen:
+    for place, values in points:
         x.append(place)
         low.append(min(values))
         high.append(max(values))
-    means = [fmean(values) for _, values in seen]
-    marker = "o" if len(seen) <= _FEW else ""
+    means = [fmean(values) for _, values in points]
+    marker = "o" if len(points) <= _FEW else ""
     axis.plot(x, means, marker=marker, markersize=4, color=color, label=label)
     axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
@@ -286,6 +286,12 @@ def _seen(points: Points, *, positive: bool) -> Points:
         for x, values in points
         if all(math.isfinite(value) and (value > 0 or not positive) for value in values)
     ]
+
+
+def _gapped(points: Points, *, positive: bool) -> Points:
+    """A line is interrupted where a value cannot be drawn: nothing is known about this place."""
+    seen = dict(_seen(points, positive=positive))
+    return [(x, seen.get(x, [math.nan])) for x, _ in points]
 
 
 def _scale(axis: Axes, panel: Panel) -> None:

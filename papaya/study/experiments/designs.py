@@ -20,7 +20,7 @@ from papaya.study.experiments.runs import (
     Scale,
     async_plan,
     compared,
-    exact_hours,
+    exact,
     hours_finding,
     name_of,
     papers_rates,
@@ -66,7 +66,7 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     found = {name_of(data): _reached(lab, scale, seeds, data) for data in scale.data}
-    bars = {design: [exact_hours(by[design]) for by in found.values()] for design in DESIGNS}
+    bars = {design: [exact(by[design]) for by in found.values()] for design in DESIGNS}
     over = [fmean(hours) for hours in bars[OVER]]
     papers = {SMALL: [mean / 4.3 for mean in over], LARGE: [mean / 4.3**0.5 for mean in over]}
     return Result(

@@ -16,7 +16,7 @@ from papaya.study.experiments.runs import (
     Scale,
     async_plan,
     compared,
-    exact_hours,
+    exact,
     hours_finding,
     name_of,
     papers_rates,
@@ -55,10 +55,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         charts.Panel(
             "Time to the target",
             "hours",
-            {
-                n: [(goal, exact_hours(runs)) for goal, runs in by.items()]
-                for n, by in found.items()
-            },
+            {n: [(goal, exact(runs)) for goal, runs in by.items()] for n, by in found.items()},
         ),
         charts.Panel(
             "Server model updates", "updates per hour", {"AsyncFL": list(frequency.items())}

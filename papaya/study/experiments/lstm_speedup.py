@@ -4,9 +4,10 @@ Large cohorts saturate sooner on a larger model and on real text than on the sma
 other experiments. So the tuned protocol of the speedup is repeated: the same targets and grids of
 rates, an LSTM like the paper's, and real text only (without one, the synthetic language).
 
-Its training is a hundred times as slow as that of the small model. `all` leaves it out of `quick`;
-by name, it runs there for one concurrency, with a smaller LSTM, whose first moments are those that
-were best for the small model. Every run is kept, so it can be interrupted.
+Its training is a hundred times as slow as that of the small model. So only its rates are tuned: its
+first moments are those that were best for the small model. `all` leaves it out of `quick`; by name,
+it runs there for two concurrencies, with a smaller LSTM. Every run is kept, so it can be
+interrupted.
 """
 
 from __future__ import annotations

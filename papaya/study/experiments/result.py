@@ -1,7 +1,8 @@
 """What an experiment found, beside what the paper says.
 
 A *claim* is a statement of the paper with its number. One rule gives its verdict, the same for all
-claims and fixed before any result (`PaperClaim.verdict`). It changes no exit code. A *check* is
+claims (`PaperClaim.verdict`), which was written down before the runs to which it is applied. It
+changes no exit code. A *check* is
 about our method: if one fails, the numbers of its experiment are unreliable. A *finding* is any
 other number. Findings of kind *input* were calibrated to the paper or taken from it, so their
 agreement proves nothing. No outcome is hard-coded here.

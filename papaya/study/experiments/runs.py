@@ -38,7 +38,7 @@ from papaya.sim.cluster import ClusterConfig
 from papaya.sim.population import DEFAULT, PopulationConfig
 from papaya.study.experiments.result import Check, Finding, Ratios, bounded_ratios, number
 from papaya.study.lab import Lab
-from papaya.study.replay import EVALUATIONS, Curve, Point, Rates
+from papaya.study.replay import EVALUATIONS, STAYS, Curve, Point, Rates
 from papaya.study.run import RecordingPlan, Run, RunResult
 from papaya.study.trace import UNBOUNDED
 from papaya.study.workloads.base import Workload
@@ -254,7 +254,7 @@ RegimeName: TypeAlias = Literal["SyncFL", "AsyncFL"]
 
 
 class Reached(NamedTuple):
-    """When a run met the target; if it is not there, where it ended."""
+    """When a run met the target; if it is not there, what it needs at least."""
 
     hours: float
     trips: float
@@ -340,6 +340,11 @@ def met(curve: Curve, loss: float) -> Reached:
     judged must not matter.
     """
     point = curve.reached(loss)
+    is_there = point is not None
+    if point is None:
+        # If the run went on, the target might turn out to be reached at one of the last points.
+        last = curve.points[1 - STAYS :]
+        point = next((each for each in last if each.quality.all <= loss), None)
     if point is None:
         end = curve.points[-1]
         return Reached(end.hours, end.trips, end.version, is_there=False)
@@ -350,6 +355,7 @@ def met(curve: Curve, loss: float) -> Reached:
         before.hours + share * (point.hours - before.hours),
         before.trips + share * (point.trips - before.trips),
         before.version + share * (point.version - before.version),
+        is_there,
     )
 
 
@@ -373,9 +379,9 @@ def hours_finding(name: str, found: Sequence[Reached]) -> Finding:
     )
 
 
-def exact_hours(found: Sequence[Reached]) -> list[float]:
+def exact(found: Sequence[Reached], what: Literal["hours", "trips"] = "hours") -> list[float]:
     """For a chart: not a number where the target was not reached."""
-    return [one.hours if one.is_there else math.nan for one in found]
+    return [getattr(one, what) if one.is_there else math.nan for one in found]
 
 
 def after_updates(curve: Curve, updates: float) -> Point:

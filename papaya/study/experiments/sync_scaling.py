@@ -18,7 +18,7 @@ from papaya.study.experiments.runs import (
     Reached,
     Scale,
     compared,
-    exact_hours,
+    exact,
     name_of,
     papers_rates,
     papers_target,
@@ -97,8 +97,8 @@ def _finding(name: str, by: _Runs, first: int, high: int, what: str, unit: _Unit
 
 
 def _panels(found: Mapping[str, _Runs], low: int, high: int) -> list[charts.Panel]:
-    hours = {name: {c: exact_hours(at) for c, at in by.items()} for name, by in found.items()}
-    trips = {name: {c: [r.trips for r in at] for c, at in by.items()} for name, by in found.items()}
+    hours = {name: {c: exact(at) for c, at in by.items()} for name, by in found.items()}
+    trips = {name: {c: exact(at, "trips") for c, at in by.items()} for name, by in found.items()}
     return [
         charts.Panel(
             "Time to the target",

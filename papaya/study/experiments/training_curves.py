@@ -87,8 +87,11 @@ def _curves(lab: Lab, scale: Scale, seeds: Sequence[int], data: str) -> dict[str
 
 
 def _claims(scale: Scale, name: str, curves: dict[str, list[Curve]]) -> list[PaperClaim]:
-    at = {n: [_loss_at(c, scale.fixed_hour) for c in found] for n, found in curves.items()}
-    start = f"{name}: loss at {scale.fixed_hour:g} h"
+    hour = scale.fixed_hour
+    at = {n: [_loss_at(c, hour) for c in found] for n, found in curves.items()}
+    is_short = any(c.points[-1].hours < hour for found in curves.values() for c in found)
+    incomparable = f"a run ended before {hour:g} h" if is_short else ""
+    start = f"{name}: loss at {hour:g} h"
     return [
         PaperClaim(
             statement=f"{start}: AsyncFL with K = {scale.large_goal} against over-selection",
@@ -96,6 +99,7 @@ def _claims(scale: Scale, name: str, curves: dict[str, list[Curve]]) -> list[Pap
             expected=-3.4,
             values=changes(at[LARGE], at[OVER]),
             unit="%",
+            incomparable=incomparable,
         ),
         PaperClaim(
             statement=f"{start}: K = {scale.goal} against K = {scale.large_goal}",
@@ -103,6 +107,7 @@ def _claims(scale: Scale, name: str, curves: dict[str, list[Curve]]) -> list[Pap
             expected=-3.5,
             values=changes(at[SMALL], at[LARGE]),
             unit="%",
+            incomparable=incomparable,
         ),
     ]
 

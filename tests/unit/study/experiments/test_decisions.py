@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from msgspec import structs
 from scipy import stats
 
@@ -179,15 +181,26 @@ def test_the_weighted_distance_is_that_of_repeated_values() -> None:
 
 
 def test_a_target_between_two_judged_versions_is_met_between_them() -> None:
-    losses = (4.0, 3.0, 2.9, 2.9)
+    curve = a_curve(4.0, 3.0, 2.9, 2.9)
+    assert met(curve, 3.5) == pytest.approx(Reached(0.5, 100.0, 5.0))
+    assert met(curve, 4.5).hours == 0.0
+    assert met(curve, 1.0) == Reached(3.0, 600, 30, is_there=False)
+
+
+def test_a_target_that_is_met_at_the_very_end_may_be_kept() -> None:
+    """Three judged versions show that it is kept, so a bound begins where it was met."""
+    assert met(a_curve(4.0, 3.5, 3.0, 2.0), 2.5) == Reached(2.5, 500.0, 25.0, is_there=False)
+    assert met(a_curve(4.0, 3.5, 2.5, 2.0), 3.0) == Reached(1.5, 300.0, 15.0, is_there=False)
+    assert met(a_curve(4.0, 2.0, 3.6, 3.5), 3.0) == Reached(3.0, 600, 30, is_there=False)
+
+
+def a_curve(*losses: float) -> Curve:
+    """A version is judged every hour."""
     points = tuple(
         Point(10 * i, 1.0 * i, 100 * i, 200 * i, Quality(loss, loss, loss, loss))
         for i, loss in enumerate(losses)
     )
-    curve = Curve("made up", rates(0.01), points, ())
-    assert met(curve, 3.5) == pytest.approx(Reached(0.5, 100.0, 5.0))
-    assert met(curve, 4.5).hours == 0.0
-    assert met(curve, 1.0) == Reached(3.0, 600, 30, is_there=False)
+    return Curve("made up", rates(0.01), points, ())
 
 
 def test_the_command_tells_by_its_exit_code_and_names_what_there_is(
@@ -223,3 +236,17 @@ def test_a_chart_has_a_triangle_where_only_a_bound_is_known() -> None:
     assert tuple(first) == (2.0, 1.5)
     assert all(map(math.isnan, (*second, *third)))
     assert panel.bounds == {"made up": [(2, 1.75, "at most")]}
+
+
+def test_a_line_is_interrupted_where_a_value_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+
+    def keep(make: Callable[[], Figure], path: Path) -> Path:
+        drawn.append(make())
+        return path
+
+    monkeypatch.setattr(charts, "save", keep)
+    line = [(1.0, [2.0, 3.0]), (2.0, [math.nan, 3.0]), (3.0, [1.0, 1.0])]
+    charts.lines(Path(), "made up", "x", [charts.Panel("", "", {"made up": line})])
+    [means] = [found for found in drawn[0].axes[0].lines if found.get_label() == "made up"]
+    assert np.array_equal(means.get_ydata(), [2.5, math.nan, 1.0], equal_nan=True)
