@@ -58,7 +58,7 @@ from papaya.http.proxy_protocol import LOCAL_HEADER
 from papaya.secagg.parameters import PublicParameters
 from papaya.server.admin.views import SystemStatus
 from papaya.server.certificates import Certificates
-from papaya.server.open_files import LEAST, connections_within, raise_limit
+from papaya.server.open_files import connections_within, least_files, raise_limit
 from papaya.server.public_log import newest_checkpoint
 from papaya.server.resources import open_bucket
 from papaya.server.tsa import child_address
@@ -257,10 +257,11 @@ def _blobs(deployment: Deployment) -> Iterator[Diagnosis]:
 def _open_files(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis]:
     limit, wanted = raise_limit(), deployment.max_connections
     hint = "ulimit -n 65536, or LimitNOFILE=65536 in the systemd unit of the server"
-    if limit < LEAST:
-        text = f"the limit is {limit} files, but a server needs {LEAST}"
+    shares = _shares(role, deployment)
+    if limit < (least := least_files(shares)):
+        text = f"the limit is {limit} files, but this server needs {least}"
         yield Diagnosis("open files", "problem", text, hint)
-    elif (given := connections_within(limit, wanted, _shares(role, deployment))) < wanted:
+    elif (given := connections_within(limit, wanted, shares)) < wanted:
         text = (
             f"{limit:,} is too low for max_connections = {wanted:,}: each listener takes {given:,}"
         )

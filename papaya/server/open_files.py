@@ -16,7 +16,8 @@ from papaya.http.acceptor import MAX_REFUSED
 logger = logging.getLogger("papaya.server")
 
 RESERVED = 256  # for stores, connections to other servers, threads
-LEAST = 512  # fewer are not enough for a server
+LEAST = 512  # fewer are not enough for any server
+LEAST_EACH = 32  # connections to each listener
 PLENTY = 1 << 20  # instead of "unlimited"
 PER_ADDRESS = 1_000
 
@@ -36,17 +37,23 @@ def raise_limit() -> int:
     return soft
 
 
-def connections_within(limit: int, wanted: int, listeners: int) -> int:
+def connections_within(limit: int, wanted: int, shares: int) -> int:
     """Connections for each listener. One more share is for files that are being downloaded.
 
+    `shares`: one for each listener, and one if connections may need a second one to another server.
     A listener has up to MAX_REFUSED further connections, which it answers with 503.
     """
-    if limit < LEAST:
+    if limit < (least := least_files(shares)):
         raise OperatorError(
-            f"this process may open {limit} files, but a server needs {LEAST}",
+            f"this process may open {limit} files, but it needs {least}",
             hint="ulimit -n 65536, or LimitNOFILE=65536 in its systemd unit",
         )
-    return min(wanted, (limit - RESERVED - listeners * MAX_REFUSED) // (listeners + 1))
+    return min(wanted, (limit - RESERVED - shares * MAX_REFUSED) // (shares + 1))
+
+
+def least_files(shares: int) -> int:
+    """With fewer open files, a process does not start."""
+    return max(LEAST, RESERVED + shares * MAX_REFUSED + (shares + 1) * LEAST_EACH)
 
 
 def connections_of_one_address(places: int) -> int:

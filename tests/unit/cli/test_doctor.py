@@ -16,7 +16,7 @@ from papaya.cli.doctor import DoctorOptions, _evidence, _open_files, running_tas
 from papaya.config import Deployment
 from papaya.messages.storage import TaskState
 from papaya.server.admin.views import SystemStatus, TaskView
-from papaya.server.open_files import connections_within
+from papaya.server.open_files import connections_within, least_files
 
 
 def a_view(task: str, state: TaskState, evaluates: str = "") -> TaskView:
@@ -63,6 +63,17 @@ def test_a_child_tsa_that_does_not_run_is_no_problem(tmp_path: Path) -> None:
         ended.bind(str(tmp_path / "tsa.sock"))
     assert list(_evidence(DoctorOptions(), deployment)) == before
     assert list(_evidence(DoctorOptions(role="selector"), deployment)) == []
+
+
+def test_a_limit_on_open_files_that_a_role_cannot_start_with_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "raise_limit", lambda: 570)
+    [found] = _open_files("selector", Deployment())
+    assert found.grade == "problem"
+    assert f"this server needs {least_files(3)}" in found.text
+    [found] = _open_files("coordinator", Deployment())
+    assert found.grade == "warning"
 
 
 def test_the_limit_on_open_files_is_shared_by_all_listeners(

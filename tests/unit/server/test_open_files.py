@@ -9,10 +9,11 @@ import pytest
 from papaya.errors import OperatorError
 from papaya.http.acceptor import MAX_REFUSED
 from papaya.server.open_files import (
-    LEAST,
+    LEAST_EACH,
     RESERVED,
     connections_of_one_address,
     connections_within,
+    least_files,
     raise_limit,
 )
 
@@ -48,7 +49,12 @@ def test_one_address_takes_about_half_of_all_places(places: int, each: int) -> N
         assert each + MAX_REFUSED <= 0.6 * places
 
 
-def test_a_process_that_may_open_too_little_is_refused() -> None:
-    with pytest.raises(OperatorError, match=str(LEAST)) as caught:
-        connections_within(LEAST - 1, 1, 1)
+@pytest.mark.parametrize(("shares", "least"), [(1, 512), (2, 512), (3, 576), (4, 672)])
+def test_a_process_that_may_open_too_little_is_refused(shares: int, least: int) -> None:
+    """It would take no connections, not even those of its operator."""
+    assert least_files(shares) == least
+    assert connections_within(least, 20_000, shares) >= LEAST_EACH
+    assert connections_within(least, 1, shares) == 1
+    with pytest.raises(OperatorError, match=str(least)) as caught:
+        connections_within(least - 1, 1, shares)
     assert "ulimit -n" in caught.value.hint
