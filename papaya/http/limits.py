@@ -30,7 +30,9 @@ class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True):
     linger_s: float = 2.0  # how long a peer may keep sending after the last answer
     linger_bytes: int = 8 << 20
     sweep_s: float = 1.0
-    retry_after_s: int = 5  # the Retry-After of a 503 is up to three times as long, at random
+    # The Retry-After of a 503 is up to three times as long, at random.
+    retry_after_s: int = 5  # for connections over a limit
+    retry_soon_s: float = 1.0  # for requests, mostly because another server cannot be reached
 
 
 class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,8 +20,9 @@ from papaya.http.server_connection import ServerConnection
 from papaya.http.tls import Tls
 
 RenderProblem = Callable[[int, str, float | None], bytes]
-"""The body of an error: status, text, and the seconds of its Retry-After header, if any."""
-"""Makes the body of an error answer from the status and a text."""
+"""Makes the body of an error: status, text, and when to retry. The header Retry-After, if the
+answer has one, is the same time in whole seconds, rounded up.
+"""
 Observe = Callable[[str, int, float], None]
 """Called for each answer: the route's path template, the status, the seconds since the head."""
 

@@ -226,7 +226,11 @@ class ServerConnection(asyncio.BufferedProtocol):
     def send_problem(
         self, exchange: Exchange, status: int, text: str, headers: Headers = ()
     ) -> None:
-        body = self._listener.problem(status, text, None)
+        retry_s: float | None = None
+        if status == 503 and all(name.lower() != "retry-after" for name, _ in headers):
+            retry_s = self._spread(self._listener.limits.retry_soon_s)
+            headers = (*headers, ("Retry-After", str(math.ceil(retry_s))))
+        body = self._listener.problem(status, text, retry_s)
         head = render_head(status, len(body), headers, "application/json")
         self.send_answer(exchange, status, head, body)
 
@@ -492,11 +496,15 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._send_refusal(status, self._listener.problem(status, text, None), headers)
 
     def _refuse_for_now(self, text: str) -> None:
-        """Answers 503. Peers come back spread out in time, or they would all be refused again."""
-        least_s = self._listener.limits.retry_after_s
-        retry_s = math.ceil(random.uniform(least_s, 3 * least_s))
+        """Answers 503."""
+        retry_s = math.ceil(self._spread(self._listener.limits.retry_after_s))
         body = self._listener.problem(503, text, retry_s)
         self._send_refusal(503, body, (("Retry-After", str(retry_s)),))
+
+    @staticmethod
+    def _spread(least_s: float) -> float:
+        """Peers come back spread out in time, or they would all be refused again."""
+        return random.uniform(least_s, 3 * least_s)
 
     def _send_refusal(self, status: int, body: bytes, headers: Headers) -> None:
         head = render_head(status, len(body), headers, "application/json")

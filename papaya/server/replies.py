@@ -80,7 +80,7 @@ def problem(
 ) -> bytes:
     """The message for an error of the HTTP layer: Retry or Refused, by status.
 
-    `retry_after_s` is that of the answer's header; `retry_s` is for answers without one.
+    `retry_after_s`: when to retry; `retry_s` is for answers that do not say it.
     """
     reason = text[:128]
     if status in _PASSING:

@@ -129,10 +129,11 @@ class Server:
         if open_files is not None:
             listeners = 1 + self._serves_devices + (not self._names.is_alone)
             most = connections_within(open_files, most, listeners + self._passes_tls_through)
-        self._limits = ListenerLimits(max_connections=most)
+        retry_s = retry_after_s(deployment.server.heartbeat_s)
+        self._limits = ListenerLimits(max_connections=most, retry_soon_s=retry_s)
         if (each := deployment.max_connections_per_address) is None:
             each = connections_of_one_address(most)
-        self._device_limits = ListenerLimits(max_connections=most, max_connections_per_address=each)
+        self._device_limits = structs.replace(self._limits, max_connections_per_address=each)
         self._listeners: list[Listener] = []
         self._hooks: list[Webhook] = []
         self._background: list[asyncio.Task[None]] = []

@@ -164,10 +164,12 @@ def test_a_far_side_that_dies_or_is_busy_is_a_503() -> None:
                 response = await other.response()
                 assert response.status == 503
                 assert b"too many requests wait" in response.body
+                assert response.headers["retry-after"] in ("1", "2", "3")
             await far.drain(0)
             response = await client.response()
             assert response.status == 503
             assert b"without an answer" in response.body
+            assert response.headers["retry-after"] in ("1", "2", "3")
 
     run(main())
 
