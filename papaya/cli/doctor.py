@@ -298,8 +298,10 @@ def _listening(role: Role | None, deployment: Deployment) -> tuple[str, ...]:
 
 
 def _shares(role: Role | None, deployment: Deployment) -> int:
-    """Parts of the open files: one for each listener, and one for connections passed through."""
-    passes_on = role in (None, "selector") and bool(deployment.upload_routes)
+    """Parts of the open files: one for each listener, and one for a selector's connections to
+    aggregators.
+    """
+    passes_on = role == "selector" or (role is None and bool(deployment.upload_routes))
     return len(_listening(role, deployment)) + passes_on
 
 

@@ -68,10 +68,6 @@ class ClientConnection(asyncio.BufferedProtocol):
         return self._is_clean and self._answer is None and not self._transport.is_closing()
 
     @property
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    @property
     def has_heard(self) -> bool:
         """At least one byte of the answer has arrived."""
         return bool(self._data) or self._head is not None

@@ -40,6 +40,7 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_peers: int = 4096  # servers with a connection
     max_connections: int = 64
+    max_idle: int = 64  # connections kept for later requests; further ones are closed after use
     max_waiting: int = 256  # requests waiting for a connection; a further one fails at once
     connect_timeout_s: float = 5.0
     idle_s: float = 30.0  # a connection idle for longer is not reused

@@ -74,13 +74,6 @@ class ConnectionPool:
         pool = self._pool(address)
         return StreamedRequest(pool, method, path, headers, length, timeout_s, on_room)
 
-    def waiting(self, address: str) -> int:
-        """How many requests wait for a connection to the server at `address`, not counting those
-        that get theirs when a connection that is being closed is gone.
-        """
-        pool = self._pools.get(address)
-        return 0 if pool is None else max(0, pool.waiting - pool.closing)
-
     async def close(self) -> None:
         """Closes all connections; later requests fail."""
         self._is_closed = True
@@ -169,10 +162,6 @@ class StreamedRequest:
     def is_full(self) -> bool:
         """Nothing should be written now. False after the answer, when writing does nothing."""
         return not self._is_over and (self._connection is None or self._connection.is_full)
-
-    @property
-    def is_connected(self) -> bool:
-        return self._connection is not None
 
     def write(self, data: bytes | memoryview) -> None:
         """Sends the next bytes of the body. `data` may be reused when this returns."""
@@ -287,16 +276,11 @@ class _Pool:
     def check_room(self) -> None:
         """Raises if the queue for a connection is full."""
         is_exhausted = self._open >= self._limits.max_connections
-        if is_exhausted and self.waiting >= self._limits.max_waiting:
+        if is_exhausted and self._number_waiting() >= self._limits.max_waiting:
             raise PeerUnavailable(f"too many requests wait for {self.address}")
 
-    @property
-    def waiting(self) -> int:
+    def _number_waiting(self) -> int:
         return sum(not turn.done() for turn in self._waiting)
-
-    @property
-    def closing(self) -> int:
-        return sum(connection.is_closing for connection in self._connections)
 
     async def lend(self) -> ClientConnection:
         """A new connection if the limit allows it, else the next one that is given back."""
@@ -399,10 +383,12 @@ class _Pool:
             if not turn.done():
                 turn.set_result(connection)
                 return
-        if connection is not None:
+        if connection is None:
+            self._free_slot()
+        elif len(self._kept) < self._limits.max_idle:
             self._kept.append(connection)
         else:
-            self._free_slot()
+            connection.abort()
 
 
 def _no_answer(address: str, timeout_s: float) -> PeerUnavailable:

@@ -25,6 +25,7 @@ from papaya.config.deployment import ROLES
 from papaya.credentials.s3_keys import s3_keys
 from papaya.credentials.token_files import Secret, SecretName, read, read_or_make
 from papaya.errors import OperatorError
+from papaya.http.limits import PeerLimits
 from papaya.http.pool import ConnectionPool
 from papaya.messages.base import BlobKey
 from papaya.messages.storage import Outcome
@@ -73,20 +74,24 @@ class Resources:
         name: str,
         clock: Clock,
         observe: Callable[[float, Outcome], None],
+        max_relays: int,
     ) -> Resources:
         """`name` is unique among the processes of one cluster.
 
-        `observe` is called with the duration and the outcome of each transaction.
+        `observe` is called with the duration and the outcome of each transaction. `max_relays`: how
+        many bodies of devices can be on their way to other servers at a time.
         """
         resources = cls(deployment, certificates, clock)
         try:
-            await resources._open(name, observe)
+            await resources._open(name, observe, max_relays)
         except BaseException:
             await resources.close()
             raise
         return resources
 
-    async def _open(self, name: str, observe: Callable[[float, Outcome], None]) -> None:
+    async def _open(
+        self, name: str, observe: Callable[[float, Outcome], None], max_relays: int
+    ) -> None:
         self.bucket = None
         if self.deployment.blobs:  # before anything is created
             self.bucket = await asyncio.to_thread(open_bucket, self.deployment, name)
@@ -109,8 +114,10 @@ class Resources:
             await asyncio.to_thread(self.bucket.claim, self.cluster)
         calls = self.certificates.calls
         pools: dict[str, ConnectionPool] = {role: ConnectionPool(tls=calls(role)) for role in ROLES}
+        limits = PeerLimits(max_connections=max_relays)
+        relays = ConnectionPool(limits=limits, tls=calls("aggregator"))
         token, retry_s = self.server_token.reveal(), retry_after_s(heartbeat_s)
-        self.peers = Peers(pools, ConnectionPool(tls=calls("aggregator")), token, retry_s)
+        self.peers = Peers(pools, relays, token, retry_s)
         self._exits.push_async_callback(self.peers.close)
 
     def refresh_tokens(self) -> list[SecretName]:

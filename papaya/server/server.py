@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
@@ -128,13 +128,17 @@ class Server:
         most = deployment.max_connections
         if open_files is not None:
             listeners = 1 + self._serves_devices + (not self._names.is_alone)
-            most = connections_within(open_files, most, listeners + self._passes_tls_through)
+            most = connections_within(open_files, most, listeners + self._calls_for_devices)
         retry_s = retry_after_s(deployment.server.heartbeat_s)
-        self._limits = ListenerLimits(max_connections=most, retry_soon_s=retry_s)
+        # Few servers call this one, and a selector may have a connection for each device.
+        self._limits = ListenerLimits(
+            max_connections=most, max_connections_per_address=most, retry_soon_s=retry_s
+        )
         if (each := deployment.max_connections_per_address) is None:
             each = connections_of_one_address(most)
         self._device_limits = structs.replace(self._limits, max_connections_per_address=each)
         self._listeners: list[Listener] = []
+        self._for_servers: Listener | None = None  # one of them; None if there is none
         self._hooks: list[Webhook] = []
         self._background: list[asyncio.Task[None]] = []
         self._hosts: dict[Role, Host] = {}
@@ -156,7 +160,12 @@ class Server:
             logger.warning("%s: their calls fail (hint: %s)", why, UNNAMED_HINT)
         metrics = DriverMetrics()
         self._resources = await Resources.open(
-            self.deployment, certificates, self._names.process, self._clock, metrics.observe_commit
+            self.deployment,
+            certificates,
+            self._names.process,
+            self._clock,
+            metrics.observe_commit,
+            max_relays=self._device_limits.max_connections,
         )
         self._upkeep = Upkeep(self.deployment, self._names, self._resources, self._hosts)
         try:
@@ -165,7 +174,8 @@ class Server:
             listeners.append(self._events.offer)
             self._operations = Health(metrics, self._resources.clock.now, self._resources.state)
             if not self._names.is_alone:
-                await self._listen("servers", self.deployment.servers, self._servers_routes())
+                routes = self._servers_routes()
+                self._for_servers = await self._listen("servers", self.deployment.servers, routes)
             formats = Formats()
             formats.check(await self._resources.state.read(Formats.prefixes))
             boots = Boots(self._resources.state)
@@ -332,8 +342,15 @@ class Server:
 
     @property
     def _passes_tls_through(self) -> bool:
-        """Then a connection may need a second one, to an aggregator."""
         return "selector" in self.roles and bool(self.deployment.upload_routes)
+
+    @property
+    def _calls_for_devices(self) -> bool:
+        """A device's connection may need a second one, to an aggregator: chunks are passed on, or
+        TLS is passed through.
+        """
+        relays = "selector" in self.roles and not self._names.is_alone
+        return relays or self._passes_tls_through
 
     def _make_host(self, role: Role, boot: int) -> Host:
         shared, server = self._resources, self.deployment.server
@@ -397,7 +414,7 @@ class Server:
         limits: ListenerLimits | None = None,
         proxies: tuple[str, ...] = (),
         passthrough: Passthrough | None = None,
-    ) -> None:
+    ) -> Listener:
         host, port = address(name, where)
         certificates = self._resources.certificates
         retry_s = retry_after_s(self.deployment.server.heartbeat_s)
@@ -420,6 +437,7 @@ class Server:
         self._operations.watch_listener(name, listening)
         shown = f"[{host}]" if ":" in host else host
         self.addresses[name] = f"{shown}:{listening.port}"
+        return listening
 
     async def _open_doors(self) -> None:
         if self._serves_devices:
@@ -463,10 +481,18 @@ class Server:
         self._operations.driver.registry.register(PassthroughCollector(passthrough))
         return passthrough
 
-    def _own_uploads(self) -> Uploads:
+    def _own_uploads(self, has_room: Callable[[], bool] = lambda: True) -> Uploads:
         """Chunks for the aggregator of this process."""
         shared, driver = self._resources, self._operations.driver
-        return Uploads(shared.clock, shared.peers, None, self._aggregators, driver)
+        return Uploads(shared.clock, shared.peers, None, self._aggregators, driver, has_room)
+
+    def _has_room_for_relayed(self) -> bool:
+        """Chunks of slow devices leave connections for the messages of other servers: without
+        orders and reports, this server would be declared dead.
+        """
+        if self._for_servers is None:
+            return True
+        return self._for_servers.connections <= self._limits.max_connections * 3 // 4
 
     @property
     def _log(self) -> Path:
@@ -566,7 +592,8 @@ class Server:
         own = [message_route(shared.peers, checks_roles=checks_roles)]
         routes = guarded(own, secret, refusal)
         if "aggregator" in self.roles:
-            passed_on = [*participation_routes(self._to_aggregator), self._own_uploads().route()]
+            chunks = self._own_uploads(self._has_room_for_relayed).route()
+            passed_on = [*participation_routes(self._to_aggregator), chunks]
             role = "selector" if checks_roles else ""
             routes += guarded(passed_on, secret, refusal, role)
         return routes

@@ -126,7 +126,10 @@ class ArrivingChunk:
 
 
 class Uploads:
-    """The chunk route of a listener. `selector` is None on an aggregator's own listener."""
+    """The chunk route of a listener. `selector` is None on an aggregator's own listener.
+
+    `has_room`: may the listener receive one more chunk?
+    """
 
     def __init__(
         self,
@@ -135,6 +138,7 @@ class Uploads:
         selector: Selector | None,
         aggregators: Callable[[], dict[NodeId, AggregatorHost]],
         metrics: DriverMetrics,
+        has_room: Callable[[], bool] = lambda: True,
     ) -> None:
         self._clock = clock
         self._peers = peers
@@ -142,6 +146,7 @@ class Uploads:
         self._selector = selector
         self._aggregators = aggregators
         self._bytes = metrics.upload_bytes
+        self._has_room = has_room
 
     def route(self) -> Streamed:
         return Streamed("PUT", CHUNK_PATH, self.receive, MAX_CHUNK_BYTES)
@@ -180,6 +185,9 @@ class Uploads:
     def _take_in(
         self, host: AggregatorHost, offer: ChunkOffer, crc32: int, waiting: WaitingDevice
     ) -> Receiver | None:
+        if not self._has_room():
+            waiting.answer(Retry("too many chunks are being received", _BUSY_RETRY_S))
+            return None
         if not host.wants(offer, waiting):
             return None
         claim = claim_of(offer.ticket)  # the machine has verified the ticket

@@ -19,6 +19,7 @@ import numpy as np
 
 from papaya.clock import Clock
 from papaya.config import AsyncFL, Deployment, ServerConfig, TaskConfig
+from papaya.config.deployment import Role
 from papaya.credentials.token_files import read_or_make
 from papaya.learning import parameters
 from papaya.server.auth import SignedTokens
@@ -216,6 +217,59 @@ class RunningServer:
             assert time.monotonic() < ends_at, answer
             time.sleep(0.01)
         return answer
+
+
+class RunningRoles(RunningServer):
+    """Each role is a server of its own. They share a loop, and talk over HTTP."""
+
+    def __init__(self, folder: Path, **deployment: Any) -> None:
+        super().__init__(folder, servers="127.0.0.1:0", **deployment)
+        self._roles: dict[Role, Server] = {}
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._start("coordinator", self._server.deployment)
+        where = (self._roles["coordinator"].addresses["servers"],)
+        for role in ("selector", "aggregator"):
+            own = msgspec.structs.replace(self._server.deployment, coordinators=where)
+            self._start(role, own)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in reversed(self._roles.values()):
+            asyncio.run_coroutine_threadsafe(server.stop(), self._loop).result(DEADLINE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _start(self, role: Role, deployment: Deployment) -> None:
+        server = Server(deployment, (role,))
+        asyncio.run_coroutine_threadsafe(server.start(), self._loop).result(DEADLINE_S)
+        self._roles[role] = server
+
+    def address(self, listener: str) -> tuple[str, int]:
+        """Of the selector for devices, of the coordinator for operators."""
+        role: Role = "selector" if listener == "devices" else "coordinator"
+        return self.address_of(role, listener)
+
+    def address_of(self, role: Role, listener: str) -> tuple[str, int]:
+        host, port = self._roles[role].addresses[listener].rsplit(":", 1)
+        return host, int(port)
+
+    def metric(self, role: Role, line: str) -> float:
+        """The value of the metric whose name and labels are `line`."""
+        connection = http.client.HTTPConnection(*self.address_of(role, "admin"), timeout=DEADLINE_S)
+        try:
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+        finally:
+            connection.close()
+        [found] = (value for name, _, value in map(split, text.splitlines()) if name == line)
+        return float(found)
+
+
+def split(line: str) -> tuple[str, str, str]:
+    return line.rpartition(" ")
 
 
 def sealed(ticket: bytes) -> str:

@@ -11,17 +11,22 @@ from typing import Any
 
 import pytest
 
+from papaya.aggregator.upload import ARRIVING, STARTER_BYTES
 from papaya.config import AsyncFL
-from tests.hostile.running_server import DEADLINE_S, PatientConfig, RunningServer
+from tests.hostile.running_server import DEADLINE_S, PatientConfig, RunningRoles, RunningServer
 from tests.hostile.test_upload_memory import CHUNK_BYTES, free_buffers, length_of, upload
 
 SLOW = 40
 CHUNKS = 4
 PERIOD_S = 0.1
+FREE_BUFFERS = "papaya_upload_free_buffers"
+
+
+SERVER = PatientConfig(chunk_bytes=CHUNK_BYTES)
 
 
 def a_server(folder: Path, **settings: Any) -> RunningServer:
-    return RunningServer(folder, server=PatientConfig(chunk_bytes=CHUNK_BYTES), **settings)
+    return RunningServer(folder, server=SERVER, **settings)
 
 
 def submit(server: RunningServer, name: str, concurrency: int) -> None:
@@ -33,15 +38,17 @@ def submit(server: RunningServer, name: str, concurrency: int) -> None:
     )
 
 
-class SlowDevice:
-    """Sends a chunk a few bytes at a time, and begins again when it is cut off."""
+class SlowChunk:
+    """A chunk that a device sends a few bytes at a time. It begins again when it is cut off."""
 
-    def __init__(self, address: tuple[str, int], ticket: str) -> None:
+    def __init__(self, address: tuple[str, int], ticket: str, index: int, at_once: int) -> None:
+        """`at_once`: so many bytes are sent without delay."""
         head = (
-            f"PUT /v1/uploads/u/chunks/0 HTTP/1.1\r\nHost: x\r\nContent-Length: {CHUNK_BYTES}\r\n"
+            f"PUT /v1/uploads/u/chunks/{index} HTTP/1.1\r\nHost: x\r\n"
+            f"Content-Length: {CHUNK_BYTES}\r\n"
             f"Papaya-Ticket: {ticket}\r\nPapaya-Crc32: 00000000\r\n\r\n"
         )
-        self._head = head.encode()
+        self._head = head.encode() + bytes(at_once)
         self._address = address
         self.line = self._connect()
 
@@ -71,19 +78,28 @@ class SlowDevice:
 
 
 @contextmanager
-def slow_devices(server: RunningServer, count: int, bytes_each: int) -> Iterator[None]:
-    """They take part in the one task that there is, and trickle until the end."""
+def slow_devices(
+    server: RunningServer, count: int, bytes_each: int, *, chunks: int = 1, at_once: int = 0
+) -> Iterator[None]:
+    """They take part in the one task that there is, and trickle until the end.
+
+    Each sends `chunks` chunks at the same time.
+    """
     tickets = [server.report()["ticket"] for _ in range(count)]
     stop = threading.Event()
     with ExitStack() as stack:
-        devices = [SlowDevice(server.address("devices"), ticket) for ticket in tickets]
-        for device in devices:
-            stack.callback(device.close)
+        slow = [
+            SlowChunk(server.address("devices"), ticket, index, at_once)
+            for ticket in tickets
+            for index in range(chunks)
+        ]
+        for chunk in slow:
+            stack.callback(chunk.close)
 
         def trickle() -> None:
             while not stop.wait(PERIOD_S):
-                for device in devices:
-                    device.send(bytes_each)
+                for chunk in slow:
+                    chunk.send(bytes_each)
 
         thread = threading.Thread(target=trickle)
         thread.start()
@@ -115,3 +131,22 @@ def test_slow_devices_do_not_delay_others_of_their_task_where_memory_is_short(
             for _ in range(3):
                 assert upload(server, server.report()["ticket"], CHUNKS).kind == "Completed"
         server.until(lambda: free_buffers(server), lambda free: free == 16)
+
+
+def test_slow_devices_of_one_task_do_not_delay_another_task_behind_a_selector(
+    tmp_path: Path,
+) -> None:
+    """The selector has passed on the first bytes of two chunks of each. All of them reach the
+    aggregator, so that none of them is before the chunks of others in a queue.
+    """
+    with RunningRoles(tmp_path, server=SERVER) as server:
+        submit(server, "words", SLOW)
+        unused = server.metric("aggregator", FREE_BUFFERS)
+        with slow_devices(server, SLOW, 128, chunks=ARRIVING, at_once=STARTER_BYTES):
+            server.until(
+                lambda: server.metric("aggregator", FREE_BUFFERS),
+                lambda free: free == unused - ARRIVING * SLOW,
+            )
+            submit(server, "images", 4)
+            for _ in range(3):
+                assert upload(server, server.report()["ticket"], CHUNKS).kind == "Completed"

@@ -71,7 +71,7 @@ def test_a_limit_on_open_files_that_a_role_cannot_start_with_is_a_problem(
     monkeypatch.setattr(doctor, "raise_limit", lambda: 570)
     [found] = _open_files("selector", Deployment())
     assert found.grade == "problem"
-    assert f"this server needs {least_files(3)}" in found.text
+    assert f"this server needs {least_files(4)}" in found.text
     [found] = _open_files("coordinator", Deployment())
     assert found.grade == "warning"
 
@@ -87,8 +87,8 @@ def test_the_limit_on_open_files_is_shared_by_all_listeners(
         "tls_key": "selector.key",
     }
     for role, settings, listeners in (
-        ("selector", {}, 3),
-        ("selector", passing, 4),  # a connection that is passed on is two files
+        ("selector", {}, 4),  # a connection whose chunks are passed on is two files
+        ("selector", passing, 4),
         ("coordinator", {}, 2),
         ("coordinator", passing, 2),
         ("aggregator", {}, 2),

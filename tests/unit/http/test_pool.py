@@ -226,6 +226,30 @@ def test_connections_and_the_queue_for_them_are_bounded(loop: str) -> None:
     run(main(), loop)
 
 
+@both_loops
+def test_few_connections_are_kept_after_a_rush(loop: str) -> None:
+    shop = Shop()
+
+    async def main() -> None:
+        limits = PeerLimits(max_connections=5, max_idle=2)
+        async with a_server(shop.routes) as server, some_connections(limits) as connections:
+            address = f"127.0.0.1:{server.port}"
+            requests = [
+                asyncio.create_task(connections.request(address, "POST", "/hold")) for _ in range(5)
+            ]
+            while len(shop.held) < 5:
+                await asyncio.sleep(0)
+            for exchange in shop.held:
+                exchange.answer(200, b"done")
+            assert {(await request).body for request in requests} == {b"done"}
+            while server.connections > 2:
+                await asyncio.sleep(0)
+            assert (await connections.request(address, "POST", "/echo", (), b"x")).body == b"x"
+            assert server.connections == 2
+
+    run(main(), loop)
+
+
 def test_one_who_waited_takes_the_place_of_a_connection_that_died() -> None:
     shop = Shop()
 
@@ -349,30 +373,6 @@ def test_an_upload_that_is_given_up_breaks_the_far_side() -> None:
             never.abort()
 
     run(main())
-
-
-@both_loops
-def test_one_who_gets_a_closing_connection_does_not_count_as_waiting(loop: str) -> None:
-    """Otherwise slow bodies that need not give way would be broken off."""
-    shop = Shop()
-
-    async def main() -> None:
-        limits = PeerLimits(max_connections=1)
-        async with a_server(shop.routes) as server, some_connections(limits) as connections:
-            address = f"127.0.0.1:{server.port}"
-            slow = connections.open_upload(address, "PUT", "/stream/a", (), 10, 5)
-            slow.write(b"half")
-            while not shop.receivers:
-                await asyncio.sleep(0)
-            uploads = [connections.open_upload(address, "PUT", "/u", (), 10, 5) for _ in "ab"]
-            while connections.waiting(address) < 2:
-                await asyncio.sleep(0)
-            slow.abort()
-            assert connections.waiting(address) == 1, "the other one needs a further connection"
-            for upload in uploads:
-                upload.abort()
-
-    run(main(), loop)
 
 
 def test_after_closing_nothing_is_sent() -> None:

@@ -50,7 +50,7 @@ async def a_chain(
     """A middle server, and the one behind it, whose route is given."""
     limits = structs.replace(limits or PeerLimits(), connect_timeout_s=PATIENCE_S)
     connections = ConnectionPool(limits=limits)
-    relays = Relays(connections, piece_bytes=32 << 10, starter_bytes=starter_bytes, window_s=0.05)
+    relays = Relays(connections, piece_bytes=32 << 10, starter_bytes=starter_bytes)
     async with a_server([Streamed("PUT", "/u/{n}", receive, 1 << 30)]) as far:
 
         def forward(exchange: Exchange) -> Relay:
@@ -276,24 +276,31 @@ def test_a_body_gets_a_connection_when_its_first_bytes_have_arrived() -> None:
     run(main())
 
 
-def test_slow_bodies_give_way_to_those_that_wait() -> None:
+def test_pieces_are_shorter_if_there_are_many_bodies() -> None:
+    """What a socket does not take waits in the middle: at most one piece of each body."""
+    made: list[Relay] = []
+
     async def main() -> None:
-        limits = PeerLimits(max_connections=2)
-        async with (
-            a_chain(Collector, limits) as (middle, _),
-            a_client(middle.port) as slow,
-            a_client(middle.port) as slow_too,
-        ):
-            for client in (slow, slow_too):
-                client.send(a_put(UPDATE[:100])[:-1])
-            async with a_client(middle.port) as quick:
-                quick.send(a_put(b"quick"))
-                assert (await quick.response()).body == b"quick"
-            answers = [asyncio.create_task(client.response()) for client in (slow, slow_too)]
-            done, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
-            assert [task.result().status for task in done] == [503]
-            assert len(waiting) == 1, "no more than have to"
-            for task in waiting:
-                task.cancel()
+        connections = ConnectionPool(limits=PeerLimits(max_connections=256))
+        relays = Relays(connections, starter_bytes=1)
+        async with a_server([Streamed("PUT", "/u/{n}", Collector, 1 << 30)]) as far:
+
+            def forward(exchange: Exchange) -> Relay:
+                address = f"127.0.0.1:{far.port}"
+                made.append(relays.relay(exchange, address, "/u/1", (), PATIENCE_S, pass_on))
+                return made[-1]
+
+            async with a_service([Streamed("PUT", "/u/{n}", forward, 1 << 30)]) as middle:
+                for bodies, piece_bytes in ((64, 1 << 20), (128, 1 << 19), (256, 1 << 18)):
+                    while len(made) < bodies:
+                        ListTransport(middle).feed(a_put(b"12")[:-1])
+                    assert len(made[0].buffer(1 << 20)) == piece_bytes
+                for relay in made[64:]:
+                    relay.broken()
+                await asyncio.sleep(0)
+                assert len(made[0].buffer(1 << 20)) == 1 << 20
+                for relay in made[:64]:
+                    relay.broken()
+                await connections.close()
 
     run(main())

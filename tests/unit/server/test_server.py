@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from base64 import b64encode
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from zlib import crc32
 
@@ -301,6 +301,44 @@ def test_an_aggregator_without_an_upload_url_does_not_listen_for_devices(tmp_pat
     asyncio.run(run())
 
 
+def test_relayed_chunks_leave_connections_for_messages(tmp_path: Path) -> None:
+    """Without orders, an aggregator that slow devices keep busy would lose its tasks."""
+
+    async def run() -> None:
+        where = deployment(tmp_path, coordinators=("127.0.0.1:1",), max_connections=8)
+        server = Server(where, ("aggregator",))
+        await server.start()
+        try:
+            token = (tmp_path / "data" / "server.token").read_text().strip()
+            secret = ("Authorization", f"Bearer {token}")
+            ticket = Keyring({1: bytes(32)}).seal(UploadTicket("t", "s", 1, 0, "k", 9e9, 0, 1, 9e9))
+            headers = (
+                secret,
+                ("Papaya-Ticket", b64encode(ticket).decode()),
+                ("Papaya-Crc32", f"{crc32(b'data'):08x}"),
+            )
+            chunk = a_request("PUT", "/v1/uploads/u/chunks/0", b"data", headers)
+            reasons = []
+            async with AsyncExitStack() as stack:
+                port = int(server.addresses["servers"].rpartition(":")[2])
+                for _ in range(7):
+                    client = await stack.enter_async_context(a_client(port))
+                    client.send(chunk)
+                    found = await client.response()
+                    retry = wire.to_device.parse(found.body)
+                    assert isinstance(retry, Retry)
+                    reasons.append(retry.reason)
+                last = await stack.enter_async_context(a_client(port))
+                last.send(a_request("POST", "/internal/messages", b"{}", (secret,)))
+                assert (await last.response()).status == 400, "it is read"
+            is_full = [reason == "too many chunks are being received" for reason in reasons]
+            assert is_full == [False] * 6 + [True]
+        finally:
+            await server.stop()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("url", "more"),
     [
@@ -395,10 +433,11 @@ def test_parts_that_are_stopped_have_not_failed(tmp_path: Path) -> None:
 def test_connections_are_capped_by_open_files(tmp_path: Path) -> None:
     asked = deployment(tmp_path, max_connections=900)
     assert Server(asked)._limits.max_connections == 900
-    two, three = 256 + 2 * 64 + 3 * 500, 256 + 3 * 64 + 4 * 500
+    two, four = 256 + 2 * 64 + 3 * 500, 256 + 4 * 64 + 5 * 500
     assert Server(asked, open_files=two)._limits.max_connections == 500
     assert Server(asked, ("coordinator",), open_files=two)._limits.max_connections == 500
-    assert Server(asked, ("selector",), open_files=three)._limits.max_connections == 500
+    # A selector may have a connection to an aggregator for each device.
+    assert Server(asked, ("selector",), open_files=four)._limits.max_connections == 500
     assert Server(asked, open_files=two)._device_limits.max_connections == 500
 
 
