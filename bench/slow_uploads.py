@@ -1,10 +1,11 @@
 """Claim: devices that upload slowly take at most a fifth of the throughput of the others.
 
 Eight devices deliver updates of 1 MiB as fast as they can, while 0, 32 and 200 further devices of
-the same task send 1 KB/s each and connect again when they are cut off. The value is the rate of
-counted updates with slow devices ÷ that without, in the same run, against the same servers. A fifth
-is left for what 200 connections and their bytes cost the server. Cases: one process; a selector and
-an aggregator apart. Every counted update is answered `Completed`. Run as
+the same task send two chunks each: 16 KiB at once, so that a selector passes them on, then 1 KB/s.
+These send heartbeats, and connect again when they are cut off. The value is the rate of counted
+updates with slow devices ÷ that without, in the same run, against the same servers. A fifth is left
+for what 400 connections and their bytes cost the server. Cases: one process; a selector and an
+aggregator apart. Every counted update is answered `Completed`. Run as
 `python bench/slow_uploads.py`; prints one JSON line per case.
 """
 
@@ -23,10 +24,13 @@ import numpy as np
 from _devices import Device, Encoded
 from _servers import Servers, report, require, running
 
+from papaya.aggregator.upload import ARRIVING, STARTER_BYTES
 from papaya.config import AsyncFL, ServerConfig, TaskConfig
 from papaya.messages.participation import (
+    Alive,
     Complete,
     Completed,
+    Heartbeat,
     Incomplete,
     Join,
     Joined,
@@ -37,7 +41,7 @@ from papaya.messages.participation import (
 MODEL_LENGTH = 1 << 18
 HONEST, SLOW = 8, (32, 200)
 SLOW_BYTES, PERIOD_S = 512, 0.5
-SETTLE_S, MEASURE_S = 20.0, 10.0  # after 16 s a slow device has sent what a server stores first
+SETTLE_S, MEASURE_S = 20.0, 10.0  # longer than the servers leave a silent device alone
 SHARE = 0.8
 SERVER = ServerConfig(heartbeat_s=2.0, chunk_bytes=1 << 18)
 TASK = TaskConfig(
@@ -107,14 +111,37 @@ def begun(device: Device) -> UploadGranted:
 
 
 class SlowDevice:
-    """Sends one chunk a few bytes at a time, and begins again when it is cut off."""
+    """Sends chunks a few bytes at a time, and begins again when it is cut off."""
 
     def __init__(self, servers: Servers) -> None:
-        self._address = servers.devices
-        with closing(Device(self._address, servers.token())) as device:
-            ticket = b64encode(begun(device).ticket).decode()
+        self._device = Device(servers.devices, servers.token())
+        ticket = begun(self._device).ticket
+        self._heartbeat = Heartbeat(ticket)
+        self._chunks = [SlowChunk(servers.devices, ticket, index) for index in range(ARRIVING)]
+
+    def send(self) -> None:
+        for chunk in self._chunks:
+            chunk.send()
+
+    def stay(self) -> None:
+        """Without heartbeats the server would end the session, and its chunks with it."""
+        answer = self._device.ask(self._heartbeat)
+        require(answer == Alive(), f"a slow device's heartbeat was answered {answer}")
+
+    def close(self) -> None:
+        self._device.close()
+        for chunk in self._chunks:
+            chunk.close()
+
+
+class SlowChunk:
+    """One of them, on a connection of its own."""
+
+    def __init__(self, address: tuple[str, int], ticket: bytes, index: int) -> None:
+        self._address = address
         self._head = (
-            f"PUT /v1/uploads/slow/chunks/0 HTTP/1.1\r\nHost: x\r\nPapaya-Ticket: {ticket}\r\n"
+            f"PUT /v1/uploads/slow/chunks/{index} HTTP/1.1\r\nHost: x\r\n"
+            f"Papaya-Ticket: {b64encode(ticket).decode()}\r\n"
             f"Content-Length: {SERVER.chunk_bytes}\r\nPapaya-Crc32: 00000000\r\n\r\n"
         ).encode()
         self._line: socket.socket | None = None
@@ -124,7 +151,7 @@ class SlowDevice:
             if self._line is None or self._is_cut_off(self._line):
                 self.close()
                 self._line = socket.create_connection(self._address, timeout=10.0)
-                self._line.sendall(self._head)
+                self._line.sendall(self._head + bytes(STARTER_BYTES))
                 self._line.setblocking(False)
             self._line.send(bytes(SLOW_BYTES))
 
@@ -152,15 +179,21 @@ def slow_devices(servers: Servers, number: int) -> Iterator[None]:
             for device in devices:
                 device.send()
 
-    thread = threading.Thread(target=trickle)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-        for device in devices:
-            device.close()
+    def stay() -> None:
+        while not stop.wait(SERVER.heartbeat_s):
+            for device in devices:
+                device.stay()
+
+    with ThreadPoolExecutor(2) as threads:
+        loops = [threads.submit(trickle), threads.submit(stay)]
+        try:
+            yield
+        finally:
+            stop.set()
+            for loop in loops:
+                loop.result()
+            for device in devices:
+                device.close()
 
 
 if __name__ == "__main__":
