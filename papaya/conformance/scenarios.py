@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
 
+from papaya.attestation.software import make_quote, measurement_of
+from papaya.attestation.verify import report_data
 from papaya.conformance.gateway import HttpReply, NoAnswer, PassOn, Seen
 from papaya.conformance.judge import RuleFinding, Transcript
 from papaya.errors import ProtocolError
@@ -33,6 +37,7 @@ from papaya.messages.participation import (
     UploadGranted,
 )
 from papaya.messages.selection import CheckIn, Rejected
+from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 
 ExpectedEnding = Literal["counted", "aborted", "refused", "left"]
@@ -431,13 +436,18 @@ class SecureShortWords(Scenario):
 
 
 class Forgery(ChangedAnswer):
-    """A grant whose offer the device's checks must refuse."""
+    """A grant whose offer the device's checks must refuse.
+
+    Each forgery that has an offer fails one check only: a client that skips it is caught, even if
+    it makes all the others.
+    """
 
     is_secure = True
     expects = "left"
     rules = ("evidence",)
 
     def forge(self, offer: SecureOffer) -> SecureOffer | None:
+        """The same for the same offer: a repeated report has the same answer."""
         raise NotImplementedError
 
     def changed(self, answer: Message) -> Message:
@@ -458,6 +468,19 @@ def _flipped(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
+# Not a key of the TSA. With it a server could read every seed that a client seals.
+_OTHER_IDENTITY = Ed25519PrivateKey.from_private_bytes(bytes(32))
+_OTHER_IDENTITY_KEY = _OTHER_IDENTITY.public_key().public_bytes_raw()
+
+
+def _signed_by_other(offer: bytes, parameters: PublicParameters) -> bytes:
+    """The offer, signed by `_OTHER_IDENTITY` for these parameters."""
+    honest = Offer.decode(offer)
+    return Offer.signed(
+        _OTHER_IDENTITY, parameters.digest(), honest.index, honest.key, honest.expires
+    ).encode()
+
+
 class ForgedQuote(Forgery):
     name = "forged-quote"
     explains = "the signature of the quote is not valid"
@@ -466,7 +489,7 @@ class ForgedQuote(Forgery):
         return structs.replace(offer, evidence=_flipped(offer.evidence, 450))
 
 
-class OtherMeasurement(Forgery):
+class NoSuchRecord(Forgery):
     name = "forged-leaf"
     explains = "the record in the log does not exist"
 
@@ -474,12 +497,26 @@ class OtherMeasurement(Forgery):
         return structs.replace(offer, leaf=offer.leaf + 1)
 
 
-class ForgedIdentity(Forgery):
-    name = "forged-identity"
-    explains = "the identity key is not the one in the quote"
+class OtherRecord(Forgery):
+    """The kit's log has the record of another binary before that of the TSA."""
+
+    name = "forged-record"
+    explains = "the record in the log is that of another binary than the quote's"
 
     def forge(self, offer: SecureOffer) -> SecureOffer:
-        return structs.replace(offer, identity=_flipped(offer.identity, 5))
+        return structs.replace(offer, leaf=offer.leaf - 1)
+
+
+class OtherIdentity(Forgery):
+    """The signature of the offer is valid: only the quote tells whose key it is."""
+
+    name = "forged-identity"
+    explains = "the identity key, which signed the offer, is not the one in the quote"
+
+    def forge(self, offer: SecureOffer) -> SecureOffer:
+        parameters = PublicParameters.decode(offer.parameters)
+        signed = _signed_by_other(offer.offer, parameters)
+        return structs.replace(offer, offer=signed, identity=_OTHER_IDENTITY_KEY)
 
 
 class ForgedOffer(Forgery):
@@ -490,23 +527,25 @@ class ForgedOffer(Forgery):
         return structs.replace(offer, offer=_flipped(offer.offer, 20))
 
 
-class OtherThreshold(Forgery):
+class OtherParameters(Forgery):
+    """The aggregation goal is in no agreed term, and the signature of the offer covers the forged
+    parameters. So the quote has the identity of `_OTHER_IDENTITY`; anyone can make software quotes.
+    """
+
     name = "forged-parameters"
-    explains = "the public parameters are not those that were attested"
+    explains = "the public parameters, for which the offer is signed, are not those in the quote"
 
     def forge(self, offer: SecureOffer) -> SecureOffer:
         honest = PublicParameters.decode(offer.parameters)
-        weaker = PublicParameters(
-            task=honest.task,
-            length=honest.length,
-            aggregation_goal=honest.aggregation_goal,
-            threshold=1,
-            clip=honest.clip,
-            max_examples=honest.max_examples,
-            max_staleness=honest.max_staleness,
-            weighting=honest.weighting,
+        other = replace(honest, aggregation_goal=honest.aggregation_goal + 1)
+        bound = report_data(_OTHER_IDENTITY_KEY, honest.digest())
+        return structs.replace(
+            offer,
+            parameters=other.encode(),
+            offer=_signed_by_other(offer.offer, other),
+            identity=_OTHER_IDENTITY_KEY,
+            evidence=make_quote(measurement_of(offer.evidence), bound),
         )
-        return structs.replace(offer, parameters=weaker.encode())
 
 
 class NoOffer(Forgery):
@@ -559,10 +598,11 @@ SCENARIOS: tuple[type[Scenario], ...] = (
     SecureFaults,
     SecureShortWords,
     ForgedQuote,
-    OtherMeasurement,
-    ForgedIdentity,
+    NoSuchRecord,
+    OtherRecord,
+    OtherIdentity,
     ForgedOffer,
-    OtherThreshold,
+    OtherParameters,
     NoOffer,
     ClearInstead,
 )

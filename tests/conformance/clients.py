@@ -5,10 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from msgspec import UNSET
 
+from papaya.attestation.verify import (
+    KEY_BYTES,
+    Evidence,
+    Verified,
+    verify_logged,
+    verify_quote,
+    verify_report_data,
+)
 from papaya.client.work import Finish, Seal, Sealed
 from papaya.config import DeviceConfig
 from papaya.conformance.kit import ClientSetup
@@ -19,6 +28,7 @@ from papaya.device.process import DeviceProcess
 from papaya.device.training import ProtocolTrainer
 from papaya.device.trust import Trust
 from papaya.learning.definition import TaskTerms
+from papaya.verifiable_log.record import Record
 
 CONFIG = DeviceConfig(
     request_timeout_s=10.0,
@@ -63,6 +73,43 @@ class Credulous(Trust):
 
     def _believe(self, work: Seal, parameters: object) -> None:
         return
+
+
+class SkipsMeasurement(Trust):
+    """Reads the record from the log, and does not compare it with the quote."""
+
+    def _verify(self, work: Seal, digest: bytes) -> Verified:
+        offered = work.offer
+        quoted = verify_quote(_evidence(work), self.policy, self._now())
+        reader = self._reader()
+        reader.refresh(self._now())
+        record = Record.decode(reader.entry(offered.leaf))
+        verify_report_data(quoted, offered.identity, digest)
+        return Verified(quoted, record, offered.leaf, offered.identity, digest)
+
+
+class SkipsReportData(Trust):
+    """Does not compare the quote with the identity key, or with the parameters."""
+
+    def __init__(self, *options: Any, skips: Literal["identity", "parameters"]) -> None:
+        super().__init__(*options)
+        self._skips = skips
+
+    def _verify(self, work: Seal, digest: bytes) -> Verified:
+        offered, now = work.offer, self._now()
+        quoted = verify_quote(_evidence(work), self.policy, now)
+        record = verify_logged(quoted, offered.leaf, self.policy, self._reader(), now)
+        identity, parameters = quoted.report_data[:KEY_BYTES], quoted.report_data[KEY_BYTES:]
+        if self._skips == "identity":
+            verify_report_data(quoted, identity, digest)
+        else:
+            verify_report_data(quoted, offered.identity, parameters)
+        return Verified(quoted, record, offered.leaf, offered.identity, digest)
+
+
+def _evidence(work: Seal) -> Evidence:
+    offered = work.offer
+    return Evidence("software", offered.evidence, offered.collateral)
 
 
 class InTheClear(Trust):

@@ -13,10 +13,17 @@ from msgspec import structs
 from papaya.conformance.kit import ClientSetup, ScenarioResult, chosen, opened_kit
 from papaya.conformance.rules import RULES
 from papaya.device import selectors
+from papaya.device.trust import Trust
 from papaya.messages.base import Message
 from papaya.messages.participation import Complete, Report
 from tests.conformance.broken import BREAKS, minimal_visit
-from tests.conformance.clients import Credulous, InTheClear, reference_visit
+from tests.conformance.clients import (
+    Credulous,
+    InTheClear,
+    SkipsMeasurement,
+    SkipsReportData,
+    reference_visit,
+)
 
 Broken = Callable[[ClientSetup], Awaitable[None]]
 
@@ -89,6 +96,28 @@ def test_each_client_that_breaks_a_rule_is_caught(tmp_path: Path) -> None:
         if rule not in [finding.rule for finding in result.broken]
     }
     assert missed == {}
+
+
+SKIPPED_CHECKS: dict[str, Callable[..., Trust]] = {
+    "forged-record": SkipsMeasurement,
+    "forged-identity": partial(SkipsReportData, skips="identity"),
+    "forged-parameters": partial(SkipsReportData, skips="parameters"),
+}
+
+
+def test_a_client_that_skips_one_check_of_the_evidence_is_caught(tmp_path: Path) -> None:
+    """It makes all the others, also those of the agreed terms and of the offer's signature."""
+
+    async def play() -> dict[str, ScenarioResult]:
+        async with opened_kit(tmp_path, heartbeat_s=2.0) as (kit, _):
+            found = {}
+            for name, trust in SKIPPED_CHECKS.items():
+                [scenario] = chosen([name])
+                found[name] = await kit.play(scenario, partial(reference_visit, trust=trust))
+            return found
+
+    for name, result in asyncio.run(play()).items():
+        assert "evidence" in [finding.rule for finding in result.broken], name
 
 
 async def _words_of_32_bits(setup: ClientSetup) -> None:
