@@ -104,6 +104,15 @@ class Gone(Message, frozen=True):
     """Sent by the driver, for the handle of a check-in: the device has hung up."""
 
 
+class JoinDecided(Message, frozen=True):
+    """Sent by the driver when a join that the selector has passed on is answered, not with Retry.
+
+    `ticket` is that of the join. After a Retry the slot stays reserved for the client.
+    """
+
+    ticket: SealedTicket
+
+
 class Accepted(Message, frozen=True):
     """`bundle` is the key of what the task's owner has signed; empty without an owner."""
 

@@ -9,13 +9,15 @@ forwards every later request by its ticket. It has no durable state: after a cra
 another selector.
 
 A device whose token identifies it holds one check-in at a time, and at most
-`MAX_OPEN_ASSIGNMENTS` that it has not joined: nobody can take all slots by never joining.
+`MAX_OPEN_ASSIGNMENTS` that it has not joined: nobody can take all slots by never joining. A join
+counts when it is answered, but not with Retry: until then the slot stays reserved.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -32,7 +34,7 @@ from papaya.messages.base import (
     TaskId,
 )
 from papaya.messages.control import Advertised, Assignment, Drain, SelectorOrders, SelectorReport
-from papaya.messages.participation import Aborted, Join, Refused, Retry, Ticketed
+from papaya.messages.participation import Aborted, Refused, Retry, Ticketed
 from papaya.messages.selection import (
     MAX_LACKS,
     Accepted,
@@ -40,6 +42,7 @@ from papaya.messages.selection import (
     DeviceClass,
     Gone,
     IdentifiedCheckIn,
+    JoinDecided,
     Lack,
     Rejected,
 )
@@ -74,6 +77,8 @@ class OpenAssignments:
         self._counts[device] += 1
 
     def end(self, session: SessionId) -> None:
+        if session not in self._given:
+            return  # given by another selector, or ended
         device, _ = self._given.pop(session)
         self._counts[device] -= 1
         if not self._counts[device]:
@@ -83,8 +88,8 @@ class OpenAssignments:
         for session in [s for s, (_, confirm_by) in self._given.items() if confirm_by < now]:
             self.end(session)
 
-    def __contains__(self, session: SessionId) -> bool:
-        return session in self._given
+    def __bool__(self) -> bool:
+        return bool(self._given)
 
 
 class Selector:
@@ -153,6 +158,8 @@ class Selector:
                 return self._on_check_in(now, message, reply_to)
             case IdentifiedCheckIn():
                 return self._on_identified(now, message, reply_to)
+            case JoinDecided():
+                return self._on_join_decided(message)
             case Revoked():
                 return self._on_revoked(now, message)
             case SelectorOrders():
@@ -215,6 +222,13 @@ class Selector:
             reason = "this device has assignments that it has not joined"
             return [*effects, self._reject(now, reply_to, reason)]
         return effects + self._on_check_in(now, message.check_in, reply_to, device)
+
+    def _on_join_decided(self, message: JoinDecided) -> Effects:
+        """The assignment is no longer open. Not if the ticket is forged: its lease would stay."""
+        if self._open:
+            with suppress(TicketError):
+                self._open.end(self._keyring.open(message.ticket, AssignmentTicket).session)
+        return []
 
     def _on_revoked(self, now: float, message: Revoked) -> Effects:
         self._revoked = frozenset(message.devices)
@@ -454,8 +468,6 @@ class Selector:
 
     def route(self, request: Ticketed) -> NodeId | None:
         """Where a request goes, if nothing else is to be done here; None: it needs `receive`."""
-        if type(request) is Join:
-            return None
         try:
             return self._map.route(claim_of(request.ticket))
         except TicketError:
@@ -466,8 +478,6 @@ class Selector:
             ticket = claim_of(request.ticket)
         except TicketError as error:
             return [Reply(reply_to, Refused(str(error), error.hint))]
-        if type(request) is Join and ticket.session in self._open:
-            self._end_open(request)
         aggregator = self._map.route(ticket)
         if aggregator is not None:
             return [Forward(reply_to, aggregator, request)]
@@ -475,10 +485,3 @@ class Selector:
             return [Reply(reply_to, Aborted("task_over"))]
         after_s = self._config.heartbeat_s / 2
         return [Reply(reply_to, Retry("no aggregator is known for the task", after_s))]
-
-    def _end_open(self, request: Join) -> None:
-        """The device joins. Not if the ticket is forged: its lease would stay."""
-        try:
-            self._open.end(self._keyring.open(request.ticket, AssignmentTicket).session)
-        except TicketError:
-            return  # the aggregator refuses it

@@ -24,9 +24,9 @@ from papaya.http.routes import Buffered, HttpRoute
 from papaya.messages import wire
 from papaya.messages.base import BlobKey, Message
 from papaya.messages.events import CredentialsRejected
-from papaya.messages.participation import Refused, Retry
+from papaya.messages.participation import Join, Refused, Retry
 from papaya.messages.paths import PARAMETERS_PATH, PATHS, URLS_PATH
-from papaya.messages.selection import CheckIn, Gone, IdentifiedCheckIn, Located
+from papaya.messages.selection import CheckIn, Gone, IdentifiedCheckIn, JoinDecided, Located
 from papaya.server.auth import UNDECIDED, DeviceAuth
 from papaya.server.device_openapi import device_document
 from papaya.server.host import Host
@@ -54,6 +54,7 @@ _FOREVER = "public, max-age=31536000, immutable"
 
 TICKETED: tuple[type[Message], ...] = tuple(kind for kind in PATHS if kind is not CheckIn)
 """Small requests that carry a ticket."""
+_PASSED_ON = tuple(kind for kind in TICKETED if kind is not Join)
 
 
 def participation_routes(
@@ -138,7 +139,8 @@ class Door:
             Buffered("GET", PARAMETERS_PATH, self._on_parameters),
             Buffered("GET", URLS_PATH, self._on_url),
             Buffered("GET", "/v1/openapi.json", self._on_openapi),
-            *participation_routes(self._selector.deliver, self._count_answer),
+            Buffered("POST", PATHS[Join], self._on_join, MAX_REQUEST_BYTES),
+            *participation_routes(self._selector.deliver, self._count_answer, _PASSED_ON),
         ]
 
     def _count_answer(self, message: Message) -> None:
@@ -190,6 +192,13 @@ class Door:
         waiting = WaitingDevice(exchange, self._count_answer)
         exchange.on_gone(partial(self._selector.deliver, Gone(), waiting))
         self._selector.deliver(message, waiting)
+
+    def _on_join(self, exchange: Exchange, body: bytes) -> None:
+        """The selector also hears when the aggregator has decided."""
+        join = parse(Join, exchange, body)
+        if isinstance(join, Join):
+            decided = partial(self._selector.deliver, JoinDecided(join.ticket))
+            self._selector.deliver(join, WaitingDevice(exchange, self._count_answer, decided))
 
     # -- parameters -------------------------------------------------------------------------
 

@@ -29,21 +29,32 @@ STARTING = Retry("this aggregator is starting", 0.5, elsewhere=True)
 class WaitingDevice:
     """A device that waits for the answer to one request; the `Handle` of the machines."""
 
-    __slots__ = ("_exchange", "_observe")
+    __slots__ = ("_decided", "_exchange", "_observe")
 
     def __init__(
-        self, exchange: Exchange, observe: Callable[[Message], None] | None = None
+        self,
+        exchange: Exchange,
+        observe: Callable[[Message], None] | None = None,
+        decided: Callable[[], None] | None = None,
     ) -> None:
+        """`observe` gets each answer of this process. `decided` is called before any answer is
+        sent, also one of another server, except Retry.
+        """
         self._exchange = exchange
         self._observe = observe
+        self._decided = decided
 
     def answer(self, message: Message) -> None:
         if self._observe is not None:
             self._observe(message)
+        if self._decided is not None and not isinstance(message, Retry):
+            self._decided()
         answer(self._exchange, message)
 
     def pass_on(self, response: Response) -> None:
         """Send the answer of another server unchanged."""
+        if self._decided is not None and response.status not in _PASSING:
+            self._decided()
         after = response.headers.get("retry-after")
         headers = (("Retry-After", after),) if after else ()
         self._exchange.answer(response.status, response.body, headers)

@@ -31,8 +31,8 @@ from papaya.learning.compression import encode_update, session_seed
 from papaya.learning.parameters import FLOAT32, Vector, is_finite
 from papaya.machine import Effects
 from papaya.messages.base import BlobKey, Message, NodeId, SessionId
-from papaya.messages.participation import Join
-from papaya.messages.selection import CheckIn, IdentifiedCheckIn
+from papaya.messages.participation import Join, Retry
+from papaya.messages.selection import CheckIn, IdentifiedCheckIn, JoinDecided
 from papaya.secagg.errors import SecureAggregationError
 from papaya.sim.hosts import SimulatedHost
 from papaya.sim.population import Visit
@@ -80,6 +80,9 @@ class Path:
     def _arrive(self, answered: Answered) -> None:
         server, device = self._server, self._device
         if server.is_alive and server.boots == self._boot and device is not None:
+            request = self.request
+            if type(request) is Join and device.identity and type(answered.answer) is not Retry:
+                server.deliver(JoinDecided(request.ticket))
             device.deliver(answered)
 
 

@@ -95,6 +95,10 @@ class RunningServer:
         self._thread.join()
         self._loop.close()
 
+    def cut_off(self, node: str) -> None:
+        """From now on, messages and requests for this node are lost; it can send."""
+        self._loop.call_soon_threadsafe(self._server._resources.peers.hosts.pop, node)
+
     def address(self, listener: str) -> tuple[str, int]:
         host, port = self._server.addresses[listener].rsplit(":", 1)
         return host, int(port)

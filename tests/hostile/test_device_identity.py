@@ -78,6 +78,23 @@ def test_assignments_that_nobody_joins_leave_room_for_others(tmp_path: Path) -> 
         accepted(server, "honest")
 
 
+def test_joins_that_the_aggregator_does_not_get_leave_room_for_others(tmp_path: Path) -> None:
+    """Each join is answered Retry and its lease lasts, as while a task moves."""
+    with a_server(tmp_path) as server:
+        server.submit(concurrency=6)
+        accepted(server, "early")
+        server.cut_off("aggregator")
+        taken = 0
+        for _ in range(6):
+            answer = server.check_in(device="greedy")
+            if answer.kind == "Accepted":
+                taken += 1
+                ticket = answer.message["ticket"]
+                assert server.post("join", {"type": "Join", "ticket": ticket}).kind == "Retry"
+        assert taken == 2
+        accepted(server, "honest")
+
+
 def revoke(server: RunningServer, device: str, revoked: bool = True) -> None:
     body = json.dumps({"device": device, "revoked": revoked}).encode()
     answer = server.admin("POST", "/admin/revocations", body)

@@ -6,7 +6,7 @@ from msgspec import structs
 
 from papaya.machine import Effects
 from papaya.messages.participation import Join, Refused, Retry
-from papaya.messages.selection import Accepted, IdentifiedCheckIn
+from papaya.messages.selection import Accepted, IdentifiedCheckIn, JoinDecided
 from papaya.messages.storage import Revoked
 from papaya.messages.tickets import AssignmentTicket, Keyring, pseudonym_of
 from papaya.selector.selector import MAX_OPEN_ASSIGNMENTS, Selector
@@ -41,10 +41,13 @@ def give(selector: Selector, number: int, session: str) -> Effects:
     return selector.receive(BOOT, orders(number, assignments=(assignment,)))
 
 
-def join(selector: Selector, granted: Effects, handle: str) -> None:
+def join(selector: Selector, granted: Effects, handle: str, *, is_decided: bool = True) -> None:
+    """The aggregator decides, or answers Retry."""
     answer = answers(granted)[handle]
     assert isinstance(answer, Accepted)
     selector.receive(BOOT, Join(answer.ticket), "join")
+    if is_decided:
+        assert selector.receive(BOOT, JoinDecided(answer.ticket)) == []
 
 
 def with_open_assignments(selector: Selector) -> list[Effects]:
@@ -103,11 +106,34 @@ def test_a_device_that_joins_may_check_in_again() -> None:
     assert rejected(knock(selector, "more")) == []
 
 
+def test_a_join_that_is_answered_retry_does_not_end_an_assignment() -> None:
+    """Its lease lasts, so a device could take any number of them while its task moves."""
+    selector = a_selector()
+    given = with_open_assignments(selector)
+    join(selector, given[0], "d1", is_decided=False)
+    assert rejected(knock(selector, "more")) == ["more"]
+    join(selector, given[0], "d1")
+    assert rejected(knock(selector, "now")) == []
+
+
+def test_a_join_that_is_decided_twice_ends_one_assignment() -> None:
+    selector = a_selector()
+    given = with_open_assignments(selector)
+    join(selector, given[0], "d1")
+    join(selector, given[0], "d1")
+    knock(selector, "d3")
+    give(selector, 3, "s3")
+    assert rejected(knock(selector, "more")) == ["more"]
+
+
 def test_a_forged_join_does_not_end_an_assignment() -> None:
+    """The aggregator refuses it, which is a decision too."""
     selector = a_selector()
     with_open_assignments(selector)
     forged = Keyring({1: b"guess"}).seal(AssignmentTicket("next-word", "s1", 3, CONFIRM_BY))
-    selector.receive(BOOT, Join(forged), "join")
+    for ticket in (forged, b"nonsense"):
+        selector.receive(BOOT, Join(ticket), "join")
+        selector.receive(BOOT, JoinDecided(ticket))
     assert rejected(knock(selector, "more")) == ["more"]
 
 

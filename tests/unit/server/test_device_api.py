@@ -9,11 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+import pytest
+
+from papaya.http.client_connection import Response
 from papaya.http.listener import Listener, serve
 from papaya.messages import wire
 from papaya.messages.base import Message
-from papaya.messages.participation import Retry
-from papaya.messages.selection import Capabilities, CheckIn, Gone, IdentifiedCheckIn, Rejected
+from papaya.messages.participation import Aborted, Join, Refused, Retry
+from papaya.messages.paths import PATHS
+from papaya.messages.selection import (
+    Capabilities,
+    CheckIn,
+    Gone,
+    IdentifiedCheckIn,
+    JoinDecided,
+    Rejected,
+)
 from papaya.server.auth import DeviceAuth, OpenDoor
 from papaya.server.device_api import Door
 from papaya.server.host import Host
@@ -30,11 +41,16 @@ class Selector:
 
     def __init__(self) -> None:
         self.heard: list[tuple[Message, WaitingDevice]] = []
+        self.decided: list[JoinDecided] = []
         self.fails = False
 
-    def deliver(self, message: Message, waiting: WaitingDevice) -> None:
+    def deliver(self, message: Message, waiting: WaitingDevice | None = None) -> None:
         if self.fails:
             raise ZeroDivisionError
+        if isinstance(message, JoinDecided):
+            self.decided.append(message)
+            return
+        assert waiting is not None
         self.heard.append((message, waiting))
 
     def gone(self) -> list[WaitingDevice]:
@@ -156,5 +172,34 @@ def test_the_selector_hears_of_who_hung_up_and_not_of_who_was_answered(tmp_path:
                 await building.until_heard(2)
             await building.until_heard(3)
             assert building.selector.gone() == [building.selector.heard[1][1]]
+
+    run(test)
+
+
+RETRY = Retry("the task is about to move", 0.1)
+
+
+@pytest.mark.parametrize("is_relayed", [False, True])
+@pytest.mark.parametrize(
+    ("message", "status", "is_decided"),
+    [(Aborted("full"), 200, True), (Refused("expired"), 403, True), (RETRY, 503, False)],
+)
+def test_the_selector_hears_when_a_join_is_decided(
+    tmp_path: Path, message: Message, status: int, *, is_decided: bool, is_relayed: bool
+) -> None:
+    """By an aggregator of this process or of another one."""
+
+    async def test() -> None:
+        auth = DeviceAuth(OpenDoor())
+        async with a_door(tmp_path, auth) as building, a_client(building.port) as client:
+            client.send(a_request("POST", PATHS[Join], wire.encode(Join(b"ticket"))))
+            await building.until_heard(1)
+            waiting = building.selector.heard[0][1]
+            if is_relayed:
+                waiting.pass_on(Response(status, {}, wire.encode(message)))
+            else:
+                waiting.answer(message)
+            assert building.selector.decided == [JoinDecided(b"ticket")] * is_decided
+            assert await answer_to(client) == message
 
     run(test)
