@@ -257,8 +257,10 @@ def _table(rows: Sequence[ResultRow], varied: Sequence[str], target: float | Non
     if "upload_bits" in varied:
         header.append("rounding")
         cells = [[*line, _error(row.rounding)] for line, row in zip(cells, rows, strict=True)]
-    shown = table(header, cells)
-    return "\n".join([shown, *(_diverged(row) for row in rows if row.diverged)])
+    below = [_diverged(row) for row in rows if row.diverged]
+    if (seeds := max(len(row.outcomes) for row in rows)) > 1:
+        below.insert(0, f"means over {seeds} seeds ± sample standard deviation")
+    return "\n".join([table(header, cells), *below])
 
 
 def _fixed(rows: Sequence[ResultRow], plan: Plan) -> str:
@@ -293,20 +295,23 @@ def _scale(best: ResultRow) -> str:
 
 
 def _cells(row: ResultRow, varied: Sequence[str], target: float | None) -> list[str]:
-    many = len(row.outcomes) > 1
     named = [_value(row.setting[name]) for name in varied] or ["one setting"]
     if target is None:
         spent = [f"{row.hours:.2f}", f"{row.trips:,.0f}"]
     elif row.target_hours is None or row.target_trips is None:
         spent = ["not reached", "–"]
     else:
-        spread = f" ± {row.target_hours_spread:.2f}" if many else ""
-        spent = [f"{row.target_hours:.2f}{spread}", f"{row.target_trips:,.0f}"]
-    loss = f"{row.loss:.4f}" + (f" ± {row.loss_spread:.4f}" if many else "")
+        hours = _mean(row.target_hours, row.target_hours_spread, 2)
+        spent = [hours, f"{row.target_trips:,.0f}"]
+    loss = _mean(row.loss, row.loss_spread, 4)
     losses = ["–"] * 3 if row.diverged else [loss, f"{row.p75:.4f}", f"{row.p99:.4f}"]
     ks = "–" if row.ks is None else f"{row.ks:.3f}"
     used = "–" if row.utilization is None else percent(row.utilization)
     return [*named, *spent, *losses, used, ks]
+
+
+def _mean(value: float, spread: float | None, digits: int) -> str:
+    return f"{value:.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")
 
 
 def _error(share: float | None) -> str:

@@ -245,15 +245,16 @@ class SweepResult:
 
     @cached_property
     def table(self) -> pandas.DataFrame:
-        """A row for each setting, the best first; means over seeds, `*_spread` their deviation. The
-        first columns are what was varied and the loss. Losses are NaN if a seed diverged.
+        """A row for each setting, the best first: means over the seeds; `*_spread` are sample
+        standard deviations over the seeds, NaN with one seed. The first columns are what was varied
+        and the loss. Losses are NaN if a seed diverged.
         """
         names = [name for name in ResultRow.__struct_fields__ if name not in _NOT_COLUMNS]
         found = [
             {
                 **row.setting,
                 "seeds": len(row.outcomes),
-                **{name: getattr(row, name) for name in names},
+                **{name: _known(getattr(row, name)) for name in names},
                 **(dict.fromkeys(_LOSSES, math.nan) if row.diverged else {}),
             }
             for row in self.rows
@@ -271,6 +272,10 @@ class SweepResult:
 
 _NOT_COLUMNS = ("label", "setting", "outcomes")
 _LOSSES = ("loss", "loss_spread", "p75", "p99")
+
+
+def _known(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _without_pandas() -> list[str]:

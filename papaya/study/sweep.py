@@ -27,7 +27,7 @@ from difflib import get_close_matches
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
@@ -360,7 +360,8 @@ _RATES = ("client_rate", "server_rate")
 
 
 class ResultRow(Struct, frozen=True, kw_only=True):
-    """Means over the seeds of one setting; `*_spread` are standard deviations.
+    """Means over the seeds of one setting; `*_spread` are sample standard deviations over the
+    seeds (n − 1), None with one seed.
 
     `target_hours` and `target_trips` are None unless every seed reached the target. `rounding`: by
     how much uploads in fewer bits change the mean of the first buffer, as a share of its norm; None
@@ -372,13 +373,13 @@ class ResultRow(Struct, frozen=True, kw_only=True):
     outcomes: tuple[RunResult, ...]
     diverged: int
     loss: float
-    loss_spread: float
+    loss_spread: float | None
     p75: float
     p99: float
     hours: float
     trips: float
     target_hours: float | None
-    target_hours_spread: float
+    target_hours_spread: float | None
     target_trips: float | None
     utilization: float | None
     ks: float | None
@@ -437,18 +438,23 @@ def _row(
         outcomes=tuple(found),
         diverged=sum(outcome.curve.diverged is not None for outcome in found),
         loss=fmean(losses),
-        loss_spread=pstdev(losses),
+        loss_spread=_spread(losses),
         p75=fmean(outcome.end.p75 for outcome in found),
         p99=fmean(outcome.end.p99 for outcome in found),
         hours=fmean(outcome.hours for outcome in found),
         trips=fmean(outcome.trips for outcome in found),
         target_hours=fmean(hours) if have_all else None,
-        target_hours_spread=pstdev(hours) if have_all else 0.0,
+        target_hours_spread=_spread(hours) if have_all else None,
         target_trips=fmean(trips) if have_all else None,
         utilization=fmean(used) if used else None,
         ks=fmean(bias) if bias else None,
         rounding=fmean(rounding) if rounding else None,
     )
+
+
+def _spread(values: Sequence[float]) -> float | None:
+    """One value says nothing about others."""
+    return stdev(values) if len(values) > 1 else None
 
 
 def _rounding(outcome: RunResult) -> float | None:

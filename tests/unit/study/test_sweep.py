@@ -446,8 +446,24 @@ def test_rows_put_seeds_together_and_the_best_first(outcomes: list[RunResult]) -
     assert [row.loss for row in rows] == sorted(row.loss for row in rows)
     best = rows[0].setting
     assert rows[0].label == f"K {best['K']}, server_rate {best['server_rate']}"
-    assert all(row.loss_spread < 1e-9 for row in rows)
+    assert [row.loss_spread for row in rows] == pytest.approx([0.0] * 4)
     assert varied_in(rows, ("regime", "K", "beta1")) == ["K"]
+
+
+def test_a_spread_is_the_sample_standard_deviation_and_unknown_for_one_seed(
+    outcomes: list[RunResult],
+) -> None:
+    runs = [structs.replace(_with_seed(outcomes[0].run, seed), target=3.0) for seed in (1, 2)]
+    found = [
+        structs.replace(outcome, run=run, target_hours=hours, target_trips=10)
+        for outcome, run, hours in zip(outcomes[:2], runs, (1.0, 2.0), strict=True)
+    ]
+    [row] = rows_of(found, ())
+    first, second = (outcome.end.all for outcome in found)
+    assert row.loss_spread == pytest.approx(abs(first - second) / 2**0.5)
+    assert row.target_hours_spread == pytest.approx(0.5**0.5)
+    [row] = rows_of(found[:1], ())
+    assert (row.loss_spread, row.target_hours_spread) == (None, None)
 
 
 def _with_seed(run: Run, seed: int) -> Run:
