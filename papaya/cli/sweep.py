@@ -46,8 +46,10 @@ from papaya.study.sweep import (
     ResultRow,
     SweptValue,
     edges,
+    learned_otherwise,
     rows_of,
     sweep,
+    updates_together,
     varied_in,
 )
 from papaya.study.trace import MOST_HOURS, UNBOUNDED
@@ -166,6 +168,8 @@ def run(options: SweepOptions) -> int:
     note(prepared.about)
     for warning in before_sweep(prepared.task, plan.vary):
         note(f"warning: {warning}")
+    if (otherwise := learned_otherwise(plan, prepared, folder)) is not None:
+        note(otherwise)
     with writing(folder), resumable(), Progress() as progress:
         outcomes = sweep(
             plan,
@@ -200,8 +204,9 @@ def _plan(options: SweepOptions) -> Plan:
         if name in vary:
             raise OperatorError(f"--vary {name} is given twice", hint=f"--vary {name}=A,B,C")
         vary[name] = values
+    together = updates_together(vary, options.regime, options.seeds, options.updates, options.hours)
     return Plan(
-        workload=options.workload_spec(options.workload, options.updates),
+        workload=options.workload_spec(options.workload, together),
         vary=vary,
         regimes=options.regime,
         seeds=tuple(range(1, options.seeds + 1)),

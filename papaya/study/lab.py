@@ -233,6 +233,11 @@ def _read(folder: Path, run: Run) -> RunResult | None:
         return None
 
 
+def is_kept(folder: Path, run: Run) -> bool:
+    """Whether the folder has a result of this run."""
+    return (folder / _path(run)).exists()
+
+
 def _path(run: Run) -> str:
     return f"runs/{run.digest}.json"
 

@@ -19,7 +19,7 @@ cannot be repeated from their output folder.
 a `partition`; a mapping from the names of clients to lists of examples (bytes), or just the lists;
 or a `Source`. `population` is a `PopulationConfig`, or the number of devices. `steps` says whether
 clients train with PyTorch's operators (`eager`) or with compiled code (`compiled`); `auto` compiles
-long runs, as `--steps` does.
+long runs and sweeps, as `--steps` does.
 """
 
 from __future__ import annotations
@@ -65,7 +65,16 @@ from papaya.study.simulation import (
     run_of,
     simulate_run,
 )
-from papaya.study.sweep import Plan, Regime, ResultRow, rows_of, varied_in
+from papaya.study.sweep import (
+    Plan,
+    Regime,
+    ResultRow,
+    SweptValue,
+    learned_otherwise,
+    rows_of,
+    updates_together,
+    varied_in,
+)
 from papaya.study.sweep import sweep as run_sweep
 from papaya.study.trace import MOST_HOURS
 from papaya.study.workloads.registry import (
@@ -75,6 +84,7 @@ from papaya.study.workloads.registry import (
     Steps,
     WorkloadSpec,
     chosen_steps,
+    eager_because_of_ray,
     own_data,
     prepare,
     with_source,
@@ -131,7 +141,7 @@ def simulate(
         | {"concurrency": concurrency, "goal": goal},
         {"hours": hours, "seed": seed, "seconds_per_example": seconds_per_example, **setting},
     )
-    steps = chosen_steps(steps, updates, ray)
+    steps = _chosen_steps(task, steps, updates, ray, progress)
     prepared = _prepared(
         task, clients, partition, seconds_per_example, judges, population, steps, progress
     )
@@ -198,7 +208,9 @@ def sweep(
         | {"jobs": jobs},
         {"hours": hours, "target": target, "seconds_per_example": seconds_per_example},
     )
-    steps = chosen_steps(steps, updates, ray)
+    values: dict[str, tuple[SweptValue, ...]] = {name: tuple(vary[name]) for name in vary}
+    together = updates_together(values, regimes, seeds, updates, hours)
+    steps = _chosen_steps(task, steps, together, ray, progress)
     prepared = _prepared(
         task, clients, partition, seconds_per_example, judges, population, steps, progress
     )
@@ -212,7 +224,7 @@ def sweep(
         spec = _for_processes(prepared, folder) if jobs > 1 else prepared.spec
         plan = Plan(
             workload=spec,
-            vary={name: tuple(values) for name, values in vary.items()},
+            vary=values,
             regimes=tuple(regimes),
             seeds=tuple(range(1, seeds + 1)),
             updates=most_updates(updates, hours),
@@ -221,6 +233,9 @@ def sweep(
             evaluations=evaluations,
             population=_population(population),
         )
+        otherwise = learned_otherwise(plan, prepared, folder)
+        if progress and otherwise is not None:
+            sys.stderr.write(otherwise + "\n")
         outcomes = run_sweep(plan, folder, jobs, lambda step: tell(*_shown(step)), prepared, ray)
     _warn(after_sweep(outcomes))
     return SweepResult(prepared.task.task, tuple(outcomes), ("regime", *vary))
@@ -293,6 +308,15 @@ def _warn(texts: Iterable[str]) -> None:
 
 
 # -- what is given -------------------------------------------------------------------------------
+
+
+def _chosen_steps(
+    task: TaskLike, steps: Steps, updates: int | None, ray: str | None, progress: bool
+) -> Steps:
+    told = eager_because_of_ray(steps, updates, ray)
+    if progress and told is not None and (isinstance(task, Task) or str(task) not in BUILT_IN):
+        sys.stderr.write(told + "\n")
+    return chosen_steps(steps, updates, ray)
 
 
 def _prepared(

@@ -47,12 +47,20 @@ from papaya.errors import ConfigError, OperatorError
 from papaya.learning.definition import ADAM_DEFAULTS, ClientSGD
 from papaya.learning.entry_points import load_used
 from papaya.learning.server_optimizer import server_optimizer
+from papaya.progress import plural
 from papaya.sim.jobs import mapping
 from papaya.sim.population import DEFAULT, PopulationConfig
-from papaya.study.lab import Lab, LabStep, Make
+from papaya.study.lab import Lab, LabStep, Make, is_kept
 from papaya.study.replay import Rates
-from papaya.study.run import RecordingPlan, Run, RunResult, recordable, require_target
-from papaya.study.trace import MOST_HOURS
+from papaya.study.run import (
+    RecordingPlan,
+    Run,
+    RunResult,
+    most_updates,
+    recordable,
+    require_target,
+)
+from papaya.study.trace import MOST_HOURS, UNBOUNDED
 from papaya.study.workloads.base import Workload
 from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
 
@@ -107,6 +115,7 @@ _UNSET: Final[dict[str, SweptValue]] = {
     "client.precision": "float32",
 }
 _MAX_RUNS: Final = 100_000
+_COMPILED: Final = "/compiled"  # at the end of the digest of a workload with compiled steps
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -141,6 +150,49 @@ class Plan(Struct, frozen=True, kw_only=True):
         for field in ("updates", "evaluations"):
             value = getattr(self, field)
             require(value >= 1, field, value, "must be at least 1", f"leave {field} out")
+
+
+def updates_together(
+    vary: Mapping[str, Sequence[SweptValue]],
+    regimes: Sequence[Regime],
+    seeds: int,
+    updates: int | None,
+    hours: float | None,
+) -> int | None:
+    """How many clients all runs of a sweep train; None if hours are the only limit. It is known
+    before the task is loaded, so equal runs in unlike words count twice.
+    """
+    each = most_updates(updates, hours)
+    if each == UNBOUNDED:
+        return None
+    runs = sum(
+        math.prod(
+            len(set(values))
+            for name, values in vary.items()
+            if regime is None or OF_ONE_REGIME.get(name, regime) == regime
+        )
+        for regime in dict.fromkeys(regimes or (None,))
+    )
+    return runs * seeds * each
+
+
+def learned_otherwise(plan: Plan, prepared: Prepared, folder: Path) -> str | None:
+    """What to tell if the folder has runs of this plan with the other kind of steps, which round
+    differently: `auto` may choose another kind for a larger sweep.
+    """
+    is_compiled = prepared.digest.endswith(_COMPILED)
+    here, there = ("compiled", "eager") if is_compiled else ("eager", "compiled")
+    plain = prepared.digest.removesuffix(_COMPILED)
+    other = plain if is_compiled else plain + _COMPILED
+    runs = runs_of(plan, prepared)
+    missing = [run for run in runs if not is_kept(folder, run)]
+    found = sum(is_kept(folder, structs.replace(run, data=other)) for run in missing)
+    if not found:
+        return None
+    return (
+        f"{found:,} of {plural(len(runs), 'run')} in {folder} had {there} steps and will be "
+        f"repeated with {here} steps; to keep them, choose {there} steps (--steps {there})"
+    )
 
 
 def runs_of(plan: Plan, prepared: Prepared) -> list[Run]:
@@ -331,9 +383,9 @@ def _require_same(found: str, wanted: str) -> None:
     """Results are kept under the digest of what the sweep began with."""
     if found == wanted:
         return
-    if found.removesuffix("/compiled") == wanted.removesuffix("/compiled"):
+    if found.removesuffix(_COMPILED) == wanted.removesuffix(_COMPILED):
         ways = {True: "compiled", False: "eager"}
-        now, before = (ways[digest.endswith("/compiled")] for digest in (found, wanted))
+        now, before = (ways[digest.endswith(_COMPILED)] for digest in (found, wanted))
         raise OperatorError(
             f"a worker process has {now} steps, but the sweep began with {before} ones",
             hint="repeat the command, or choose eager steps",

@@ -64,10 +64,16 @@ class DataOptions(PopulationOptions):
     def workload_spec(self, name: str, updates: int | None) -> WorkloadSpec:
         """Of a built-in workload, or of a task file with the given data.
 
-        `updates`: how many clients train in a run, if it is given.
+        `updates`: how many clients train, in all runs together, if it is known.
         """
         from papaya.study.data.opening import parse_partition
-        from papaya.study.workloads.registry import MOST_JUDGES, WorkloadSpec, chosen_steps
+        from papaya.study.workloads.registry import (
+            BUILT_IN,
+            MOST_JUDGES,
+            WorkloadSpec,
+            chosen_steps,
+            eager_because_of_ray,
+        )
 
         for setting, value in self.device:
             if self.data is not None and setting.startswith("examples_"):
@@ -76,6 +82,9 @@ class DataOptions(PopulationOptions):
                     "--data",
                     hint="leave it out, or use a table with --partition sizes:…",
                 )
+        told = eager_because_of_ray(self.steps, updates, self.ray)
+        if told is not None and name not in BUILT_IN:
+            note(told)
         return WorkloadSpec(
             name,
             self.data,
@@ -161,8 +170,8 @@ def add_data(group: argparse._ArgumentGroup) -> None:
         "--steps",
         choices=("auto", "eager", "compiled"),
         help="how clients train: with PyTorch's operators, with compiled code (faster, needs a C++ "
-        "compiler, rounds differently), or auto: compiled from 20,000 client updates on, if the "
-        "task can be compiled",
+        "compiler, rounds differently), or auto: compiled from 20,000 client updates on (in "
+        "all runs of a sweep together), if the task can be compiled",
     )
 
 

@@ -106,14 +106,25 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def chosen_steps(steps: Steps, updates: int | None, ray: str | None) -> Steps:
-    """What `auto` means for a run of `updates` client updates; None: it ends by the default number,
-    or by hours only, and then nobody knows how many there will be.
+    """What `auto` means for `updates` client updates, of a run or of all runs of a sweep; None: a
+    run ends by the default number, or by hours only, and then nobody knows how many there will be.
 
     Few updates take less time with eager steps than a compilation does. Compiled steps are code
     for this machine and not for a cluster.
     """
     is_worth_it = updates is not None and updates >= WORTH_COMPILING and ray is None
     return "eager" if steps == "auto" and not is_worth_it else steps
+
+
+def eager_because_of_ray(steps: Steps, updates: int | None, ray: str | None) -> str | None:
+    """What to tell if `auto` would compile without Ray: the numbers are not the same then."""
+    if chosen_steps(steps, updates, ray) == chosen_steps(steps, updates, None):
+        return None
+    return (
+        "eager steps, because compiled ones are code for this machine and not for a Ray cluster; "
+        "without Ray, auto would try compiled ones, which round differently: choose eager steps "
+        "(--steps eager) to get the same numbers there"
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,9 +25,11 @@ import papaya
 from papaya.cli.main import main
 from papaya.cli.simulate.task import summary
 from papaya.config import AsyncFL, SyncFL
+from papaya.errors import OperatorError
 from papaya.study.checkpoint import Checkpoints, LearningState
 from papaya.study.replay import Judging
 from papaya.study.run import RunResult
+from papaya.study.workloads.registry import WorkloadSpec
 
 TASK = """
 import json
@@ -329,6 +331,33 @@ def test_a_sweep_prints_a_table_with_the_best_first_and_resumes(
         assert (tmp_path / outcome["run"]).exists()
         assert outcome["norms"]["p99"] > 0
         assert outcome["precision"]["clip"] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "steps", "told"),
+    [
+        (["--seeds", "5", "--updates", "1000"], "auto", False),
+        (["--seeds", "5", "--updates", "999"], "eager", False),
+        (["--seeds", "5", "--updates", "1000", "--ray", "local"], "eager", True),
+    ],
+)
+def test_all_runs_of_a_sweep_decide_whether_to_compile(
+    more: list[str],
+    steps: str,
+    told: bool,
+    own: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def prepared(spec: WorkloadSpec, *rest: object) -> NoReturn:
+        raise OperatorError(f"steps: {spec.steps}")
+
+    monkeypatch.setattr("papaya.cli.sweep.prepare", prepared)
+    assert sweep(own, tmp_path, *more) == 2
+    err = capsys.readouterr().err
+    assert f"steps: {steps}\n" in err
+    assert ("code for this machine and not for a Ray cluster" in err) == told
 
 
 def assert_is_of(best: dict[str, Any], scale: str) -> None:

@@ -77,6 +77,10 @@ def test_notebooks_choose_the_steps_of_long_runs_as_commands_do(
         del given["evaluations"]
         with pytest.raises(Prepared, match=f"^{steps}$"):
             papaya.sweep(EXAMPLE, some_clients(), vary={"client_rate": (0.1,)}, **given)
+    for seeds, steps in ((10, "auto"), (9, "eager")):
+        given = SMALL | {"updates": 1000, "seeds": seeds}
+        with pytest.raises(Prepared, match=f"^{steps}$"):
+            papaya.sweep(EXAMPLE, some_clients(), vary={"client_rate": (0.1, 0.2)}, **given)
 
 
 def test_a_task_of_a_notebook_gives_the_numbers_of_its_file(tmp_path: Path) -> None:

@@ -29,12 +29,15 @@ from papaya.study.lab import Lab, LabStep
 from papaya.study.run import RecordingPlan, Run, RunResult, record_plan, recordable
 from papaya.study.sweep import (
     Plan,
+    Regime,
     ResultRow,
     edges,
+    learned_otherwise,
     rows_of,
     runs_of,
     setting_of,
     sweep,
+    updates_together,
     varied_in,
     with_setting,
 )
@@ -247,6 +250,31 @@ def test_a_goal_of_the_file_holds_for_its_own_regime_and_concurrency(prepared: P
     assert with_setting(sync, "async", {}).regime == AsyncFL()
 
 
+@pytest.mark.parametrize(
+    ("vary", "regimes", "seeds", "updates", "hours", "together"),
+    [
+        ({"K": (5, 10), "client_rate": (0.1, 0.2, 0.2)}, (), 5, 1000, None, 20_000),
+        ({"K": (5, 10), "beta1": (0, 0.9)}, ("async", "sync"), 1, 100, None, 600),
+        ({}, (), 2, None, None, 10_000),
+        ({}, (), 2, 300, 1.0, 600),
+        ({"K": (5, 10)}, (), 2, None, 1.0, None),
+    ],
+)
+def test_all_runs_of_a_sweep_together_decide_whether_to_compile(
+    vary: dict[str, tuple[float, ...]],
+    regimes: tuple[Regime, ...],
+    seeds: int,
+    updates: int | None,
+    hours: float | None,
+    together: int | None,
+    prepared: Prepared,
+) -> None:
+    assert updates_together(vary, regimes, seeds, updates, hours) == together
+    plan = Plan(workload=EMBEDDING, vary=vary, regimes=regimes, seeds=tuple(range(seeds)))
+    if updates is not None:
+        assert len(runs_of(plan, prepared)) * updates == together
+
+
 # -- sweeps
 
 
@@ -353,6 +381,19 @@ def test_a_worker_that_cannot_compile_does_not_train_for_one_that_can(
     with pytest.raises(OperatorError, match="has eager steps, but the sweep began with compiled"):
         sweep(SMALL, tmp_path, jobs=2, prepared=compiled)
     assert not list((tmp_path / "runs").iterdir())
+
+
+def test_runs_with_the_other_kind_of_steps_are_named(
+    outcomes: list[RunResult], folder: Path, prepared: Prepared, tmp_path: Path
+) -> None:
+    """A larger sweep may choose compiled steps, and its finished runs had eager ones."""
+    compiled = replace(prepared, digest=f"{prepared.digest}/compiled")
+    larger = structs.replace(SMALL, seeds=(1, 2))
+    told = learned_otherwise(larger, compiled, folder)
+    assert told is not None
+    assert told.startswith(f"{len(outcomes)} of 8 runs in {folder} had eager steps")
+    assert learned_otherwise(larger, prepared, folder) is None
+    assert learned_otherwise(larger, compiled, tmp_path) is None
 
 
 def test_an_error_of_who_watches_is_no_divergence(

@@ -24,6 +24,7 @@ from papaya.study.workloads.registry import (
     Steps,
     WorkloadSpec,
     chosen_steps,
+    eager_because_of_ray,
     judges,
     prepare,
     with_source,
@@ -244,6 +245,9 @@ def test_long_runs_on_this_machine_are_worth_a_compilation(
     asked: Steps, updates: int | None, ray: str | None, found: Steps
 ) -> None:
     assert chosen_steps(asked, updates, ray) == found
+    without = chosen_steps(asked, updates, None)
+    told = eager_because_of_ray(asked, updates, ray)
+    assert (told is None) == (found == without), "told if Ray changes the choice"
 
 
 def test_the_help_names_the_number_of_updates_that_are_worth_it() -> None:
