@@ -41,6 +41,7 @@ from msgspec import structs
 
 from papaya.config.checks import require, require_count, require_number
 from papaya.errors import OperatorError
+from papaya.learning.notebook_identity import notebook_identity
 from papaya.learning.task import NO_FILE, LoadedTask, Task, load_task, loaded_in_memory
 from papaya.progress import Progress, elapsed
 from papaya.sim.population import DEFAULT, PopulationConfig
@@ -155,7 +156,7 @@ def simulate(
         evaluations=evaluations,
     )
     resume = None
-    if output is not None and not isinstance(task, Task):
+    if output is not None and _can_be_resumed(task):
         resume = Path(output) / "resume"
     _warn([*before_run(prepared.task, run), *_without_pandas()])
     try:
@@ -308,6 +309,11 @@ def _warn(texts: Iterable[str]) -> None:
 
 
 # -- what is given -------------------------------------------------------------------------------
+
+
+def _can_be_resumed(task: TaskLike) -> bool:
+    """Not if each call takes the task for another one: what it leaves would never be used."""
+    return not isinstance(task, Task) or notebook_identity(task) == notebook_identity(task)
 
 
 def _chosen_steps(

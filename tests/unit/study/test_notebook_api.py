@@ -8,7 +8,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -19,8 +19,10 @@ from papaya.cli.main import main
 from papaya.config import StopRule, Weighting
 from papaya.errors import OperatorError, PapayaError
 from papaya.learning.task import Task, load_task
-from papaya.study import notebook
+from papaya.study import notebook, simulation
+from papaya.study.checkpoint import Checkpoints
 from papaya.study.data.source import Memory
+from papaya.study.replay import Judging
 from papaya.study.workloads.registry import WorkloadSpec
 
 EXAMPLE = "examples/leaf.py"
@@ -96,6 +98,47 @@ def test_a_task_of_a_notebook_gives_the_numbers_of_its_file(tmp_path: Path) -> N
         papaya.simulate(task, clients, processes=2, **SMALL)
     with pytest.raises(OperatorError, match="defined in a notebook"):
         papaya.sweep(task, clients, vary={"K": (2, 3)}, jobs=2, **SMALL)
+
+
+def test_an_interrupted_run_of_a_task_of_a_notebook_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task, clients = load_task(Path(EXAMPLE)).task, some_clients()
+    whole = papaya.simulate(task, clients, **SMALL)
+    judge, judged, until = Judging.judge, list[int](), 3
+
+    def interrupt(self: Judging, *values: Any, version: int, **named: Any) -> None:
+        if len(judged) == until:
+            raise KeyboardInterrupt
+        judged.append(version)
+        judge(self, *values, version=version, **named)
+
+    monkeypatch.setattr(Judging, "judge", interrupt)
+    monkeypatch.setattr(simulation, "Checkpoints", lambda path, every_s: Checkpoints(path, 0.0))
+    with pytest.raises(KeyboardInterrupt):
+        papaya.simulate(task, clients, output=tmp_path, **SMALL)
+    assert "the last checkpoint is kept: run the same call again" in capsys.readouterr().err
+    judged, until = [], 100
+    resumed = papaya.simulate(task, clients, output=tmp_path, **SMALL)
+    assert len(judged) == 1, "those before are in the checkpoint"
+    assert resumed.history.equals(whole.history)
+    assert not (tmp_path / "resume").exists()
+
+
+def test_a_task_that_cannot_be_compared_leaves_nothing_to_resume_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = load_task(Path(EXAMPLE)).task
+
+    def interrupt(*_: object, **__: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Judging, "judge", interrupt)
+    with (tmp_path / "notes").open("w") as notes:
+        noting = structs.replace(task, loss=lambda *given: (notes.closed, task.loss(*given))[1])
+        with pytest.raises(KeyboardInterrupt):
+            papaya.simulate(noting, some_clients(), output=tmp_path / "out", **SMALL)
+    assert not (tmp_path / "out").exists()
 
 
 def test_texts_need_a_task_file() -> None:
