@@ -1,8 +1,8 @@
 """`run.json`: all that decides a run, and what came of it, so that it can be repeated.
 
 It has the whole configuration with the seed, the digest of model and data, the versions of what
-computed it, and a digest of the trained model. A repetition refuses another task file or other
-data, and says which versions differ.
+computed it, and a digest of the trained model. A repetition refuses another task file, other data
+or other device traces, and says which versions differ.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from msgspec import Struct, structs
 import papaya
 from papaya.errors import OperatorError
 from papaya.learning.task import NO_FILE
+from papaya.sim.device_traces import TraceFile
+from papaya.study.data.opening import read_source
 from papaya.study.identity import code_digest
 from papaya.study.run import Run, RunResult
 from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
@@ -88,7 +90,8 @@ def prepared_again(
 ) -> Prepared:
     """The workload of that run. `task` and `data` say where they are now, if not where they were.
 
-    The copy of the task file beside `path` is used if the original is gone or has changed.
+    The copy of the task file beside `path` is used if the original is gone or has changed, and so
+    are clients that the run saved there.
     """
     spec = file.workload
     if spec.name == str(NO_FILE):
@@ -96,8 +99,7 @@ def prepared_again(
             f"the task of {path} was defined in a notebook and has no file",
             hint="write the task to a file and simulate that",
         )
-    if data is not None:
-        spec = structs.replace(spec, data=data)
+    spec = structs.replace(spec, data=data or _data(path, file))
     if not spec.is_built_in:
         spec = structs.replace(spec, name=task or _task_file(path, file))
     prepared = prepare(spec, file.run.recording_plan.cluster.population)
@@ -116,6 +118,63 @@ def _task_file(path: Path, file: RunFile) -> str:
     copy, original = path.parent / file.task_copy, Path(file.workload.name)
     is_same = original.is_file() and copy.is_file() and (original.read_bytes() == copy.read_bytes())
     return str(original if is_same or not copy.is_file() else copy)
+
+
+def _data(path: Path, file: RunFile) -> str | None:
+    """Clients that came from no file are saved beside `path`; both may have been moved since."""
+    kind, _, name = (file.workload.data or "").partition(":")
+    if kind != "saved":
+        return file.workload.data
+    saved, beside = Path(name), path.parent / Path(name).name
+    if not beside.is_file() or (saved.is_file() and saved.samefile(beside)):
+        return file.workload.data
+    # A later run may have saved other clients at the old place.
+    is_used = not saved.is_file() or read_source(beside).digest in file.run.data.split("/")
+    return f"saved:{beside}" if is_used else file.workload.data
+
+
+def relocated(
+    path: Path, file: RunFile, capacity: Path | None = None, availability: Path | None = None
+) -> RunFile:
+    """The same run with its device traces where they are now; OperatorError if one has changed, is
+    not there, or was not used.
+    """
+    plan = file.run.recording_plan
+    population = plan.cluster.population
+    given = {"capacity_trace": capacity, "availability_trace": availability}
+    traces = {
+        field: _same_trace(path, field, getattr(population, field), now)
+        for field, now in given.items()
+    }
+    cluster = structs.replace(plan.cluster, population=structs.replace(population, **traces))
+    run = structs.replace(file.run, recording_plan=structs.replace(plan, cluster=cluster))
+    return structs.replace(file, run=run)
+
+
+def _same_trace(
+    path: Path, field: str, before: TraceFile | None, now: Path | None
+) -> TraceFile | None:
+    option = "--" + field.replace("_", "-")
+    if before is None:
+        if now is not None:
+            raise OperatorError(
+                f"the run of {path} has no {field}, but {option} {now} is given",
+                hint=f"leave {option} out",
+            )
+        return None
+    if now is None and not Path(before.path).is_file():
+        raise OperatorError(
+            f"the {field} of {path} is not at {before.path}",
+            hint=f"say where it is: papaya simulate {option} FILE --rerun {path}",
+        )
+    found = TraceFile.of(now or Path(before.path))
+    if found.digest != before.digest:
+        raise OperatorError(
+            f"not as in {path}: the {field} {found.path} has the digest {found.digest}, not "
+            f"{before.digest}",
+            hint=f"name the file with which the run was made: {option} FILE",
+        )
+    return found
 
 
 def differences(file: RunFile, now: RunSummary) -> list[str]:

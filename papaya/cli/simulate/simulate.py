@@ -42,6 +42,8 @@ _CHECKPOINT_S = 30.0
 _LOCATIONS = (
     "task_file",
     "data",
+    "capacity_trace",
+    "availability_trace",
     "rerun",
     "processes",
     "ray",
@@ -158,9 +160,9 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         type=Path,
         metavar="RUN.json",
         help="repeat the run of this file, which every run writes into its output folder (or name "
-        "the folder), and compare the numbers; TASK.py and --data say where they are now, if they "
-        "were moved. Results go to the folder `rerun` beside the file, unless --output names "
-        "another",
+        "the folder), and compare the numbers; TASK.py, --data, --capacity-trace and "
+        "--availability-trace say where they are now, if they were moved. Results go to the folder "
+        "`rerun` beside the file, unless --output names another",
     )
 
 

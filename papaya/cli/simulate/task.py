@@ -31,7 +31,13 @@ from papaya.sim.report import percent, regime_name
 from papaya.study.fairness import Distance
 from papaya.study.precision import LEAST_UPDATES
 from papaya.study.run import FleetSummary, Run, RunResult, most_updates
-from papaya.study.run_file import differences, other_versions, prepared_again, read_run_file
+from papaya.study.run_file import (
+    differences,
+    other_versions,
+    prepared_again,
+    read_run_file,
+    relocated,
+)
 from papaya.study.run_warnings import before_run, ended_early
 from papaya.study.simulation import (
     CHECKPOINT_S,
@@ -79,6 +85,7 @@ def rerun_task(options: SimulateOptions, path: Path) -> int:
     if path.is_dir():
         path /= "run.json"
     file = read_run_file(path)
+    file = relocated(path, file, options.capacity_trace, options.availability_trace)
     task = None if options.task_file is None else str(options.task_file)
     with elapsed(file.workload.preparation):
         prepared = prepared_again(path, file, task, options.data)

@@ -544,6 +544,34 @@ def test_a_repetition_needs_the_same_task_and_data(
     assert main([*again, "--data", "stdlib", "--output", str(tmp_path / "two")]) == 2
 
 
+def test_device_traces_that_were_moved_are_named_and_compared(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speeds = {client: {"computation": 20 * client, "communication": 9000} for client in (1, 2, 3)}
+    times = {1: {"active": [0, 70], "inactive": [60, 90], "finish_time": 100}}
+    options = []
+    for name, content in (("capacity", speeds), ("availability", times)):
+        (tmp_path / name).write_text(json.dumps(content))
+        options += [f"--{name}-trace", str(tmp_path / name)]
+    assert simulate(own, tmp_path / "out", *options) == 0
+    elsewhere = [option.replace(str(tmp_path), str(tmp_path / "moved")) for option in options]
+    (tmp_path / "moved").mkdir()
+    for name in ("capacity", "availability"):
+        (tmp_path / name).rename(tmp_path / "moved" / name)
+    again = ["simulate", "--rerun", str(tmp_path / "out")]
+    capsys.readouterr()
+    assert main(again) == 2
+    assert "hint: say where it is: papaya simulate --capacity-trace FILE" in capsys.readouterr().err
+    assert main([*again, *elsewhere]) == 0
+    (tmp_path / "moved" / "availability").write_text(json.dumps(times) + " ")
+    capsys.readouterr()
+    assert main([*again, *elsewhere]) == 2
+    assert "the availability_trace " in capsys.readouterr().err
+    assert simulate(own, tmp_path / "without") == 0
+    assert main(["simulate", "--rerun", str(tmp_path / "without"), *elsewhere[:2]]) == 2
+    assert "has no capacity_trace" in capsys.readouterr().err
+
+
 KILLED = """
 import os, signal, sys
 from papaya.cli.main import main

@@ -21,6 +21,7 @@ from papaya.errors import OperatorError, PapayaError
 from papaya.learning.task import Task, load_task
 from papaya.study import notebook, simulation
 from papaya.study.checkpoint import Checkpoints
+from papaya.study.data.opening import save_source
 from papaya.study.data.source import Memory
 from papaya.study.replay import Judging
 from papaya.study.workloads.registry import WorkloadSpec
@@ -189,6 +190,18 @@ def test_a_run_of_clients_in_memory_can_be_repeated(
     again = ["simulate", "--rerun", str(tmp_path / "one" / "run.json")]
     assert main([*again, "--output", str(tmp_path / "two")]) == 0
     assert "the same numbers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("at_the_old_place", ["nothing", "other clients"])
+def test_a_run_of_clients_in_memory_can_be_repeated_from_a_moved_folder(
+    at_the_old_place: str, tmp_path: Path
+) -> None:
+    papaya.simulate(EXAMPLE, some_clients(), output=tmp_path / "one", **SMALL)
+    (tmp_path / "one").rename(tmp_path / "two")
+    if at_the_old_place == "other clients":
+        (tmp_path / "one").mkdir()
+        save_source(Memory("others", some_clients(5)), tmp_path / "one" / "clients.data")
+    assert main(["simulate", "--rerun", str(tmp_path / "two")]) == 0
 
 
 def test_a_run_that_does_less_than_asked_warns() -> None:
