@@ -257,7 +257,8 @@ def _shown(step: LabStep) -> tuple[str, float, str]:
 
 def _table(rows: Sequence[ResultRow], varied: Sequence[str], target: float | None) -> str:
     timed = ("hours to target", "trips") if target is not None else ("hours", "trips")
-    header = [*(varied or ("",)), *timed, "loss", "p75", "p99", "utilization", "K–S"]
+    header = [*(varied or ("",)), *timed, "loss", "p75", "p99", *rows[0].metrics]
+    header += ["utilization", "K–S"]
     cells = [_cells(row, varied, target) for row in rows]
     if "upload_bits" in varied:
         header.append("rounding")
@@ -309,7 +310,10 @@ def _cells(row: ResultRow, varied: Sequence[str], target: float | None) -> list[
         hours = _mean(row.target_hours, row.target_hours_spread, 2)
         spent = [hours, f"{row.target_trips:,.0f}"]
     loss = _mean(row.loss, row.loss_spread, 4)
-    losses = ["–"] * 3 if row.diverged else [loss, f"{row.p75:.4f}", f"{row.p99:.4f}"]
+    losses = [loss, f"{row.p75:.4f}", f"{row.p99:.4f}"]
+    losses += [_mean(row.metrics[name], row.metrics_spread[name], 4) for name in row.metrics]
+    if row.diverged:
+        losses = ["–"] * len(losses)
     ks = "–" if row.ks is None else f"{row.ks:.3f}"
     used = "–" if row.utilization is None else percent(row.utilization)
     return [*named, *spent, *losses, used, ks]
@@ -334,11 +338,16 @@ def _without_curves(row: ResultRow) -> dict[str, object]:
     shown: dict[str, object] = to_builtins(structs.replace(row, outcomes=()))
     if row.diverged:
         shown |= dict.fromkeys(("loss", "loss_spread", "p75", "p99"))
+        shown |= dict.fromkeys(("metrics", "metrics_spread"), dict.fromkeys(row.metrics))
     shown["outcomes"] = [
         {
             "run": f"runs/{outcome.run.digest}.json",
             "seed": outcome.run.recording_plan.seed,
             "loss": outcome.end.all if outcome.curve.diverged is None else None,
+            "metrics": {
+                name: means.all if outcome.curve.diverged is None else None
+                for name, means in outcome.end.metrics.items()
+            },
             "target_hours": outcome.target_hours,
             "diverged": outcome.curve.diverged,
             "norms": to_builtins(outcome.norms),

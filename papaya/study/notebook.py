@@ -263,7 +263,8 @@ class SweepResult:
     def table(self) -> pandas.DataFrame:
         """A row for each setting, the best first: means over the seeds; `*_spread` are sample
         standard deviations over the seeds, NaN with one seed. The first columns are what was varied
-        and the loss. Losses are NaN if a seed diverged.
+        and the loss. The task's metrics are `metrics.NAME`. Losses and metrics are NaN if a seed
+        diverged.
         """
         names = [name for name in ResultRow.__struct_fields__ if name not in _NOT_COLUMNS]
         found = [
@@ -271,7 +272,8 @@ class SweepResult:
                 **row.setting,
                 "seeds": len(row.outcomes),
                 **{name: _known(getattr(row, name)) for name in names},
-                **(dict.fromkeys(_LOSSES, math.nan) if row.diverged else {}),
+                **_metrics(row),
+                **(dict.fromkeys((*_LOSSES, *_metrics(row)), math.nan) if row.diverged else {}),
             }
             for row in self.rows
         ]
@@ -286,8 +288,14 @@ class SweepResult:
         return sweep_picture(self.rows, self._varied, f"{self.name}: the best settings")
 
 
-_NOT_COLUMNS = ("label", "setting", "outcomes")
+_NOT_COLUMNS = ("label", "setting", "outcomes", "metrics", "metrics_spread")
 _LOSSES = ("loss", "loss_spread", "p75", "p99")
+
+
+def _metrics(row: ResultRow) -> dict[str, float]:
+    found = {f"metrics.{name}": value for name, value in row.metrics.items()}
+    spreads = row.metrics_spread.items()
+    return found | {f"metrics_spread.{name}": _known(value) for name, value in spreads}
 
 
 def _known(value: float | None) -> float:

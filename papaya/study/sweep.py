@@ -417,7 +417,7 @@ class ResultRow(Struct, frozen=True, kw_only=True):
 
     `target_hours` and `target_trips` are None unless every seed reached the target. `rounding`: by
     how much uploads in fewer bits change the mean of the first buffer, as a share of its norm; None
-    if it is unknown.
+    if it is unknown. `metrics` are the task's own by name, of the last version and for all clients.
     """
 
     label: str
@@ -436,6 +436,8 @@ class ResultRow(Struct, frozen=True, kw_only=True):
     utilization: float | None
     ks: float | None
     rounding: float | None = None
+    metrics: dict[str, float] = {}
+    metrics_spread: dict[str, float | None] = {}
 
 
 def rows_of(outcomes: Sequence[RunResult], varied: Sequence[str]) -> list[ResultRow]:
@@ -483,6 +485,9 @@ def _row(
     used = [o.fleet.utilization for o in found if o.fleet.utilization is not None]
     rounding = [error for o in found if (error := _rounding(o)) is not None]
     bias = [o.fairness.execution_s.ks for o in found if o.fairness is not None]
+    metrics = {
+        name: [outcome.end.metrics[name].all for outcome in found] for name in found[0].end.metrics
+    }
     have_all = len(hours) == len(found)
     return ResultRow(
         label=", ".join(_words(name, setting[name]) for name in varied) or "one setting",
@@ -501,6 +506,8 @@ def _row(
         utilization=fmean(used) if used else None,
         ks=fmean(bias) if bias else None,
         rounding=fmean(rounding) if rounding else None,
+        metrics={name: fmean(values) for name, values in metrics.items()},
+        metrics_spread={name: _spread(values) for name, values in metrics.items()},
     )
 
 

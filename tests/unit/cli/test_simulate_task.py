@@ -315,6 +315,7 @@ def test_a_sweep_prints_a_table_with_the_best_first_and_resumes(
     assert "over_selection" not in fixed
     header, _, *rows = shown.splitlines()
     assert header.split()[:4] == ["K", "client_rate", "hours", "trips"]
+    assert header.split()[4:] == ["loss", "p75", "p99", "right", "utilization", "K–S"]
     losses = [float(row.split()[4]) for row in rows]
     assert losses == sorted(losses)
     assert len(losses) == 4
@@ -325,9 +326,12 @@ def test_a_sweep_prints_a_table_with_the_best_first_and_resumes(
     assert "runs: 100 %, 4 of 4 runs\n" in err
     found = json.loads(out)
     assert [f"{row['loss']:.4f}" for row in found] == [f"{loss:.4f}" for loss in losses]
+    assert [f"{row['metrics']['right']:.4f}" for row in found] == [row.split()[7] for row in rows]
     assert_is_of(found[0], scale)
     for row in found:
         [outcome] = row["outcomes"]
+        assert row["metrics"] == outcome["metrics"]
+        assert row["metrics_spread"] == {"right": None}
         assert (tmp_path / outcome["run"]).exists()
         assert outcome["norms"]["p99"] > 0
         assert outcome["precision"]["clip"] > 0

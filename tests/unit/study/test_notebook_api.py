@@ -253,6 +253,21 @@ def test_a_sweep_has_a_row_for_each_setting(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").glob("*.json"))) == 4
 
 
+def test_a_sweep_has_the_means_of_the_metrics(tmp_path: Path) -> None:
+    task = load_task(Path(EXAMPLE)).task
+
+    def right(module: Any, inputs: Any, kinds: Any) -> Any:
+        return ((module(inputs)[:, 0] > 0) == (kinds > 0.5)).float()
+
+    task = structs.replace(task, metrics={"right": right})
+    rates = {"client_rate": (0.1, 1e38)}
+    found = papaya.sweep(task, some_clients(), vary=rates, seeds=2, **SMALL)
+    ends = [outcome.end.metrics["right"].all for outcome in found.outcomes[:2]]
+    table = found.table[["metrics.right", "metrics_spread.right"]]
+    assert table.loc[0].tolist() == pytest.approx([np.mean(ends), np.std(ends, ddof=1)])
+    assert table.loc[1].isna().all(), "it diverged"
+
+
 def test_a_setting_that_diverged_has_no_loss_in_the_table() -> None:
     found = papaya.sweep(EXAMPLE, some_clients(), vary={"client_rate": (1e38, 0.1)}, **SMALL)
     assert found.table["diverged"].tolist() == [0, 1]
