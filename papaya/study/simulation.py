@@ -237,7 +237,8 @@ class SimulatedRun:
         plots.draw({name: self.fleet}, folder / "plot.png", self.title)
         drawn = [folder / "curve.png", folder / "plot.png"]
         if (source := self.prepared.source) is not None:
-            drawn.append(draw_clients(source, folder / "clients.png"))
+            label = getattr(self.prepared.spec.partition, "label", "y")
+            drawn.append(draw_clients(source, folder / "clients.png", label))
         return drawn
 
 

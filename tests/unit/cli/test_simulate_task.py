@@ -730,3 +730,14 @@ def test_a_table_is_shared_out(
         assert imread(tmp_path / "out" / "clients.png").ndim == 3
     assert simulate(table, tmp_path / "out") == 2
     assert "--partition" in capsys.readouterr().err
+
+
+def test_labels_are_drawn_from_the_column_of_the_partition(tmp_path: Path) -> None:
+    rows = [f"{x:.3f},{int(x > 0)}" for x in np.random.default_rng(2).normal(size=100)]
+    (tmp_path / "rows.csv").write_text("\n".join(["x,kind", *rows]))
+    task = tmp_path / "task.py"
+    task.write_text(TASK.replace('p["x"] for', '[p["x"], 1.0] for').replace('p["y"]', 'p["kind"]'))
+    table = [str(task), "--data", f"csv:{tmp_path / 'rows.csv'}", "--partition"]
+    assert simulate([*table, "dirichlet:clients=9,label=kind"], tmp_path / "out") == 0
+    height, width, _ = imread(tmp_path / "out" / "clients.png").shape
+    assert width > 2 * height, "sizes and labels, side by side"
