@@ -115,6 +115,7 @@ _UNSET: Final[dict[str, SweptValue]] = {
     "client.precision": "float32",
 }
 _MAX_RUNS: Final = 100_000
+_LEAST_FOR_TARGET: Final = 3  # evaluations (`Curve.reached`); version 0 is not trained
 _COMPILED: Final = "/compiled"  # at the end of the digest of a workload with compiled steps
 
 
@@ -150,6 +151,14 @@ class Plan(Struct, frozen=True, kw_only=True):
         for field in ("updates", "evaluations"):
             value = getattr(self, field)
             require(value >= 1, field, value, "must be at least 1", f"leave {field} out")
+        if self.target is not None and self.evaluations < _LEAST_FOR_TARGET:
+            raise ConfigError.of(
+                "evaluations",
+                self.evaluations,
+                f"is too few for the target {self.target:g}: it is reached by an evaluated version "
+                "if the next two keep it",
+                f"use at least {_LEAST_FOR_TARGET} evaluations, or leave the target out",
+            )
 
 
 def updates_together(

@@ -200,6 +200,23 @@ def test_an_impossible_plan_is_refused(vary: dict[str, tuple[float, ...]], probl
         Plan(workload=EMBEDDING, target=float("nan"))
 
 
+def test_a_target_needs_versions_that_keep_it(
+    outcomes: list[RunResult], tmp_path: Path, prepared: Prepared
+) -> None:
+    first = outcomes[1]
+    target = round(0.95 * first.start.all + 0.05 * first.end.all, 3)
+    vary: dict[str, tuple[float, ...]] = {"concurrency": (20,), "K": (5,), "server_rate": (0.03,)}
+    easy = structs.replace(SMALL, vary=vary, target=target, evaluations=3)
+    [outcome] = sweep(easy, tmp_path, jobs=1, prepared=prepared)
+    assert outcome.target_hours is not None, "three evaluations are enough"
+    assert outcome.target_hours > 0, "version 0 does not meet it"
+    for few in (1, 2):
+        problem = f"evaluations = {few}: is too few for the target {target:g}"
+        with pytest.raises(ConfigError, match=problem) as refused:
+            structs.replace(easy, evaluations=few)
+        assert refused.value.hint == "use at least 3 evaluations, or leave the target out"
+
+
 @pytest.mark.parametrize(
     "vary",
     [
