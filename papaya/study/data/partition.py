@@ -1,7 +1,7 @@
 """Partitions: which client gets which row of a table.
 
-    ByColumn       each value of a column is a client: users, devices, hospitals; a row without a
-                   value is refused
+    ByColumn       each value of a column is a client: users, devices, hospitals; refused are a row
+                   without a value, and values like 1 and "1" that would be clients of one name
     Dirichlet      label skew: the rows of each label are shared out by Dirichlet(alpha) weights
                    over the clients (Yurochkin et al. 2019; small alpha: few labels per client)
     LabelShards    label skew: rows sorted by label, cut into equal shards, some for each client
@@ -120,7 +120,7 @@ def shares(partition: Partition, table: _Table) -> Iterator[tuple[str, list[byte
 
 
 def _by_column(partition: ByColumn, table: _Table) -> Iterator[tuple[str, list[int]]]:
-    values = table.column(partition.column)
+    values = _plain_column(table, partition.column)
     if missing := [row for row, value in enumerate(values) if value is None or value != value]:
         have = "row has" if len(missing) == 1 else "rows have"
         raise OperatorError(
@@ -128,8 +128,18 @@ def _by_column(partition: ByColumn, table: _Table) -> Iterator[tuple[str, list[i
             f"the first is {table.place(missing[0])}",
             hint="leave such rows out, or name a client in each",
         )
+    named: dict[str, Hashable] = {}
     for value, rows in _grouped(values).items():
-        yield str(value), rows
+        name = str(value)
+        if name in named:
+            kinds = " and as ".join(type(alike).__name__ for alike in (named[name], value))
+            raise OperatorError(
+                f"{table.name}: the column {partition.column!r} has {name} as {kinds}, which would "
+                "be two clients of one name",
+                hint="convert the column to one type, for example to texts",
+            )
+        named[name] = value
+        yield name, rows
 
 
 def _dirichlet(partition: Dirichlet, table: _Table) -> Iterator[tuple[str, list[int]]]:
@@ -174,7 +184,7 @@ def _sizes(partition: Sizes, table: _Table) -> Iterator[tuple[str, list[int]]]:
 
 def _by_label(table: _Table, label: str) -> list[_Rows]:
     """The rows of each label, in an order that does not depend on the rows."""
-    groups = _grouped(table.column(label))
+    groups = _grouped(_plain_column(table, label))
     ordered = sorted(groups, key=lambda value: (str(type(value)), value))
     return [np.array(groups[value], np.int64) for value in ordered]
 
@@ -182,12 +192,23 @@ def _by_label(table: _Table, label: str) -> list[_Rows]:
 def _grouped(values: Sequence[Any]) -> dict[Hashable, list[int]]:
     groups: dict[Hashable, list[int]] = {}
     for row, value in enumerate(values):
-        if isinstance(value, list):
-            raise OperatorError(
-                f"the value {str(value)[:40]} is a list", hint="use a column of numbers or texts"
-            )
         groups.setdefault(value, []).append(row)
     return groups
+
+
+def _plain_column(table: _Table, name: str) -> Sequence[Any]:
+    """Refuses lists, structs and arrays, which are neither clients nor labels."""
+    values = table.column(name)
+    for row, value in enumerate(values):
+        try:
+            hash(value)
+        except TypeError as error:
+            raise OperatorError(
+                f"{table.name}: {table.place(row)} has the {type(value).__name__} "
+                f"{str(value)[:40]} in the column {name!r}, which names a client or a label",
+                hint="use a column of numbers or texts",
+            ) from error
+    return values
 
 
 def _numbered(owned: Sequence[list[int]]) -> Iterator[tuple[str, list[int]]]:

@@ -66,6 +66,30 @@ def test_rows_without_a_client_are_not_one_client(tmp_path: Path) -> None:
         table_source([{"x": 1.0, "user": "a"}, {"x": 2.0}], ByColumn("user"))
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ({"id": 1}, r"dict \{'id': 1\}"),
+        ([1, 2], r"list \[1, 2\]"),
+        (np.array([1, 2]), r"ndarray \[1 2\]"),
+        (([1], 2), r"tuple \(\[1\], 2\)"),
+    ],
+)
+def test_structs_and_lists_are_neither_clients_nor_labels(value: object, shown: str) -> None:
+    frame = pandas.DataFrame({"x": [0.5, 1.5], "who": ["a", value]})
+    for partition in (ByColumn("who"), Dirichlet(clients=1, label="who")):
+        with pytest.raises(OperatorError, match=f"row 1, .* {shown} in the column 'who'") as found:
+            table_source(frame, partition)
+        assert found.value.hint == "use a column of numbers or texts"
+
+
+def test_a_number_and_the_same_text_are_not_two_clients_of_one_name() -> None:
+    frame = pandas.DataFrame({"x": [0.5, 1.5, 2.5], "user": [1, "1", 2]})
+    with pytest.raises(OperatorError, match="column 'user' has 1 as int and as str") as found:
+        table_source(frame, ByColumn("user"))
+    assert found.value.hint.startswith("convert the column to one type")
+
+
 def test_all_kinds_of_tables_give_the_same_examples(tmp_path: Path) -> None:
     frame = a_frame()
     frame.to_csv(tmp_path / "data.csv", index=False)
