@@ -80,6 +80,7 @@ from papaya.study.sweep import sweep as run_sweep
 from papaya.study.trace import MOST_HOURS
 from papaya.study.workloads.registry import (
     BUILT_IN,
+    HELD_OUT,
     MOST_JUDGES,
     Prepared,
     Steps,
@@ -114,6 +115,7 @@ def simulate(
     server_rate: float | None = None,
     evaluations: int = 20,
     judges: int = MOST_JUDGES,
+    held_out: int = HELD_OUT,
     seed: int = 1,
     population: PopulationConfig | int = DEFAULT,
     seconds_per_example: float | None = None,
@@ -138,13 +140,19 @@ def simulate(
         "server_rate": server_rate,
     }
     _check_numbers(
-        {"updates": updates, "evaluations": evaluations, "judges": judges, "processes": processes}
+        {
+            "updates": updates,
+            "evaluations": evaluations,
+            "judges": judges,
+            "held_out": held_out,
+            "processes": processes,
+        }
         | {"concurrency": concurrency, "goal": goal},
         {"hours": hours, "seed": seed, "seconds_per_example": seconds_per_example, **setting},
     )
     steps = _chosen_steps(task, steps, updates, ray, progress)
     prepared = _prepared(
-        task, clients, partition, seconds_per_example, judges, population, steps, progress
+        task, clients, partition, seconds_per_example, judges, held_out, population, steps, progress
     )
     run = run_of(
         prepared,
@@ -190,6 +198,7 @@ def sweep(
     target: float | None = None,
     evaluations: int = 50,
     judges: int = MOST_JUDGES,
+    held_out: int = HELD_OUT,
     population: PopulationConfig | int = DEFAULT,
     seconds_per_example: float | None = None,
     steps: Steps = "auto",
@@ -205,7 +214,13 @@ def sweep(
     `if __name__ == "__main__"`. `ray` is the address of a Ray cluster that does the work instead.
     """
     _check_numbers(
-        {"updates": updates, "evaluations": evaluations, "judges": judges, "seeds": seeds}
+        {
+            "updates": updates,
+            "evaluations": evaluations,
+            "judges": judges,
+            "held_out": held_out,
+            "seeds": seeds,
+        }
         | {"jobs": jobs},
         {"hours": hours, "target": target, "seconds_per_example": seconds_per_example},
     )
@@ -213,7 +228,7 @@ def sweep(
     together = updates_together(values, regimes, seeds, updates, hours)
     steps = _chosen_steps(task, steps, together, ray, progress)
     prepared = _prepared(
-        task, clients, partition, seconds_per_example, judges, population, steps, progress
+        task, clients, partition, seconds_per_example, judges, held_out, population, steps, progress
     )
     if isinstance(task, Task) and (jobs > 1 or ray is not None):
         raise OperatorError(
@@ -339,6 +354,7 @@ def _prepared(
     partition: Partition | str | None,
     seconds_per_example: float | None,
     judges: int,
+    held_out: int,
     population: PopulationConfig | int,
     steps: Steps,
     progress: bool,
@@ -348,7 +364,9 @@ def _prepared(
         partition = parse_partition(partition)
     data = clients if isinstance(clients, str) else None
     name = str(NO_FILE if isinstance(task, Task) else task)
-    spec = WorkloadSpec(name, data, seconds_per_example, partition, judges, steps)
+    spec = WorkloadSpec(
+        name, data, seconds_per_example, partition, judges, steps, held_out=held_out
+    )
     fleet = _population(population)
     if name in BUILT_IN and clients is not None:
         raise own_data(name)

@@ -104,7 +104,7 @@ def prepared_again(
         spec = structs.replace(spec, name=task or _task_file(path, file))
     prepared = prepare(spec, file.run.recording_plan.cluster.population)
     if prepared.digest != file.run.data:
-        names = ("task file", "data", "number of judges", "way of training")
+        names = ("task file", "data", "number of judges or their examples", "way of training")
         parts = (names, file.run.data.split("/"), prepared.digest.split("/"))
         differing = [name for name, old, new in zip_longest(*parts) if old != new]
         raise OperatorError(

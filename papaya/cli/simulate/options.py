@@ -57,6 +57,7 @@ class DataOptions(PopulationOptions):
     partition: str | None = None
     seconds_per_example: float | None = None
     judges: int | None = None
+    held_out: int | None = None
     ray: str | None = None
     steps: Steps = "auto"
     set: Sequence[str] = ()
@@ -69,6 +70,7 @@ class DataOptions(PopulationOptions):
         from papaya.study.data.opening import parse_partition
         from papaya.study.workloads.registry import (
             BUILT_IN,
+            HELD_OUT,
             MOST_JUDGES,
             WorkloadSpec,
             chosen_steps,
@@ -93,6 +95,7 @@ class DataOptions(PopulationOptions):
             self.judges or MOST_JUDGES,
             chosen_steps(self.steps, updates, self.ray),
             tuple(self.set),
+            self.held_out or HELD_OUT,
         )
 
 
@@ -158,6 +161,13 @@ def add_data(group: argparse._ArgumentGroup) -> None:
         type=whole(1),
         metavar="N",
         help="number of clients on whose held-out examples versions are evaluated (default: 400)",
+    )
+    group.add_argument(
+        "--held-out",
+        type=whole(1),
+        metavar="N",
+        help="maximum number of held-out examples per client on which versions are evaluated; the "
+        "weight of a client does not depend on it (default: 32)",
     )
     group.add_argument(
         "--seconds-per-example",

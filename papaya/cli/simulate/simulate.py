@@ -236,6 +236,7 @@ def run(options: SimulateOptions) -> int:
         "--data": options.data,
         "--partition": options.partition,
         "--judges": options.judges,
+        "--held-out": options.held_out,
         "--seconds-per-example": options.seconds_per_example,
         "--updates": options.updates,
         "--evaluations": options.evaluations,

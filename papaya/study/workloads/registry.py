@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from papaya.config import OptimizerConfig, TaskConfig
-from papaya.config.checks import require, require_choice
+from papaya.config.checks import require, require_choice, require_count
 from papaya.errors import CannotCompile, ConfigError, Diverged, OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.entry_points import load_used
@@ -58,7 +58,7 @@ _RATES: Final = Rates(
 _CONCURRENCY: Final = 130
 MOST_JUDGES: Final = 400
 WORTH_COMPILING: Final = 20_000  # client updates
-_JUDGED_ON: Final = 32  # examples of a client: its loss weighs by its volume all the same
+HELD_OUT: Final = 32  # examples of a client: its loss weighs by its volume all the same
 _TRACED_EXAMPLES: Final = 8
 _JUDGE: Final = 131  # apart from the quantities of `Population` and of other workloads
 
@@ -79,6 +79,8 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """`name` of a built-in workload or path of a task file, with its `data` and with `settings`
     that replace those in the file, each FIELD=VALUE (papaya/learning/settings.py).
 
+    Versions are judged on at most `judges` clients, and on at most `held_out` examples of each.
+
     How long an example takes on a phone is of the population, not of the data: see
     `population_of` in papaya/study/data/source.py.
     """
@@ -90,9 +92,11 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
     judges: int = MOST_JUDGES
     steps: Steps = "eager"
     settings: tuple[str, ...] = ()
+    held_out: int = HELD_OUT
 
     def __post_init__(self) -> None:
         require_choice("steps", self.steps, get_args(Steps))
+        require_count("held_out", self.held_out)
 
     @property
     def is_built_in(self) -> bool:
@@ -209,6 +213,7 @@ def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
         raise own_data(spec.name)
     for field, value, is_default in (
         ("judges", spec.judges, spec.judges == MOST_JUDGES),
+        ("held_out", spec.held_out, spec.held_out == HELD_OUT),
         ("seconds_per_example", spec.seconds_per_example, spec.seconds_per_example is None),
         ("steps", spec.steps, spec.steps != "compiled"),
     ):
@@ -281,7 +286,7 @@ def with_source(
     most = min(task.max_examples, loaded.task.examples.limit or task.max_examples)
     return Prepared(
         spec=spec,
-        digest=f"{loaded.module_hash}/{source.digest}/{spec.judges}"
+        digest=f"{loaded.module_hash}/{source.digest}/{_judging(spec)}"
         + ("" if library is None else "/compiled"),
         task=task,
         rates=Rates(
@@ -298,13 +303,18 @@ def with_source(
         population=_transferring(
             population_of(source, most, population, spec.seconds_per_example), task
         ),
-        make=partial(_torch, loaded, source, spec.judges, library),
+        make=partial(_torch, loaded, source, spec, library),
         about=f"{task.task}: {task.model_length:,} parameters; {described(source)}; {steps}",
         manifest=loaded.manifest,
         source=source,
         loaded=loaded,
         task_source=task_source,
     )
+
+
+def _judging(spec: WorkloadSpec) -> str:
+    """How versions are judged, as part of a digest."""
+    return f"{spec.judges}" if spec.held_out == HELD_OUT else f"{spec.judges}x{spec.held_out}"
 
 
 def _content(loaded: LoadedTask) -> bytes | None:
@@ -349,7 +359,7 @@ def _library(steps: Steps, loaded: LoadedTask, source: Source) -> tuple[Library 
 def _torch(
     loaded: LoadedTask,
     source: Source,
-    most: int,
+    spec: WorkloadSpec,
     library: Library | None,
     seed: int,
     processes: int,
@@ -365,12 +375,12 @@ def _torch(
         return source.training(client_of(device, clients))[:count]
 
     def judged_on(device: int) -> list[bytes]:
-        return source.held_out(client_of(device, clients))[:_JUDGED_ON]
+        return source.held_out(client_of(device, clients))[: spec.held_out]
 
     return TorchWorkload(
         loaded,
         examples_of,
-        judges(source, seed, most),
+        judges(source, seed, spec.judges),
         judged_on=judged_on,
         client_of=lambda device: client_of(device, clients),
         seed=seed,

@@ -510,7 +510,7 @@ def test_a_run_is_repeated_from_its_file(
     own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--goal", "5", "--client-rate", "0.25", "--seed", "9", "--device", "dropout=0.3"]
-    options += ["--set", "optimizer.rate=0.5", "--set", "client.batch_size=4"]
+    options += ["--set", "optimizer.rate=0.5", "--set", "client.batch_size=4", "--held-out", "5"]
     assert simulate(own, tmp_path / "one", *options) == 0
     again = ["simulate", "--rerun", str(tmp_path / "one")]
     assert main([*again, "--output", str(tmp_path / "two")]) == 0
@@ -518,6 +518,7 @@ def test_a_run_is_repeated_from_its_file(
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
     file = msgspec.json.decode((tmp_path / "one" / "run.json").read_bytes())
     assert file["run"]["recording_plan"]["cluster"]["population"]["dropout"] == 0.3
+    assert file["workload"]["held_out"] == 5
     rates = file["run"]["rates"]
     assert (rates["optimizer"]["rate"], rates["client"]["batch_size"]) == (0.5, 4)
     assert file["versions"].keys() >= {"papaya", "python", "numpy", "torch"}

@@ -204,6 +204,30 @@ def test_a_run_of_clients_in_memory_can_be_repeated_from_a_moved_folder(
     assert main(["simulate", "--rerun", str(tmp_path / "two")]) == 0
 
 
+def test_more_examples_of_a_client_are_held_out_on_request(tmp_path: Path) -> None:
+    """The last version is judged on all validation examples of a client, which has more than 32."""
+    one = [example for own in some_clients(30) for example in own]
+    runs = {
+        held_out: papaya.simulate(EXAMPLE, [one], held_out=held_out, **SMALL)
+        for held_out in (32, 50, 10**6)
+    }
+    examples = Memory("one", [one]).held_out(0)
+    assert len(examples) > 50
+    task = load_task(Path(EXAMPLE)).task
+    assert callable(task.batch)
+    model = task.model()
+    model.load_state_dict(runs[32].model)
+    for held_out, run in runs.items():
+        assert all(tensor.equal(run.model[name]) for name, tensor in runs[32].model.items())
+        loss = task.loss(model, *task.batch(examples[:held_out])).item()
+        assert run.loss == pytest.approx(loss, rel=1e-5)
+    default = papaya.simulate(EXAMPLE, [one], **SMALL)
+    assert default.result.run.digest == runs[32].result.run.digest
+    assert len({run.result.run.digest for run in runs.values()}) == 3
+    runs[50].save(tmp_path)
+    assert main(["simulate", "--rerun", str(tmp_path)]) == 0
+
+
 def test_a_run_that_does_less_than_asked_warns() -> None:
     task = structs.replace(load_task(Path(EXAMPLE)).task, stop=StopRule(versions=3))
     with warnings.catch_warnings(record=True, action="always") as caught:
@@ -328,6 +352,8 @@ def test_a_sweep_does_not_take_results_of_another_task_of_a_notebook(tmp_path: P
         ({"clients": some_clients(), "task": "embedding"}, "embedding has its own data"),
         ({"partition": "column:user", "task": "bigram"}, "bigram has its own data"),
         ({"judges": 3, "task": "embedding"}, "judges = 3: has no effect on embedding"),
+        ({"held_out": 3, "task": "embedding"}, "held_out = 3: has no effect on embedding"),
+        ({"clients": some_clients(), "held_out": 0}, "held_out = 0: "),
         ({"steps": "compiled", "task": "embedding"}, "steps = 'compiled': has no effect on"),
         ({"seconds_per_example": 2.0, "task": "embedding"}, "has no effect on embedding"),
         ({"clients": [["{}"]]}, "an example of type str: '{}'; examples are bytes"),
