@@ -337,6 +337,19 @@ def test_a_sweep_prints_a_table_with_the_best_first_and_resumes(
         assert outcome["precision"]["clip"] > 0
 
 
+def test_a_table_over_seeds_says_what_its_spread_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--updates", "30", "--evaluations", "1", "--jobs", "1", "--population", "1e5"]
+    few += ["--vary", "K=5", "--vary", "concurrency=20", "--output", str(tmp_path)]
+    assert main(["sweep", "embedding", "--seeds", "2", *few]) == 0
+    out = capsys.readouterr().out
+    assert " ± " in out.splitlines()[2]
+    assert out.splitlines()[3] == "means over 2 seeds ± sample standard deviation"
+    assert main(["sweep", "embedding", *few]) == 0
+    assert "±" not in capsys.readouterr().out, "one seed has no spread"
+
+
 @pytest.mark.parametrize(
     ("more", "steps", "told"),
     [
