@@ -15,6 +15,7 @@ from papaya.aggregator.held_task import HeldTask, TaskPhase
 from papaya.aggregator.upload import UploadMemory
 from papaya.aggregator.work import (
     Arriving,
+    Delayed,
     Folded,
     Forget,
     Growing,
@@ -115,6 +116,7 @@ class Aggregator:
                 | StepFailed()
                 | Restored()
                 | Lost()
+                | Delayed()
                 | Offered()
             ):
                 effects = self._on_work(now, message)
@@ -225,11 +227,15 @@ class Aggregator:
     def _on_work(
         self,
         now: float,
-        message: Folded | Snapshotted | Stepped | StepFailed | Restored | Lost | Offered,
+        message: (
+            Folded | Snapshotted | Stepped | StepFailed | Restored | Lost | Delayed | Offered
+        ),
     ) -> Effects:
         held = self.tasks.get(message.task)
         if held is None or held.fence.seq != message.seq:
             return []
+        if isinstance(message, Snapshotted | Stepped | StepFailed | Restored | Lost):
+            held.delayed_because = ""  # storage has answered
         match message:
             case Folded():
                 return held.queue.on_folded(now, message)
@@ -241,6 +247,9 @@ class Aggregator:
                 return held.on_step_failed(message)
             case Lost():
                 return held.on_lost(message)
+            case Delayed():
+                held.delayed_because = message.reason
+                return []
             case Restored():
                 return held.on_restored(now)
             case Offered():
@@ -398,7 +407,9 @@ class Aggregator:
         reports = tuple(
             held.report(now, self._number)
             for held in self.tasks.values()
-            if held.has_served or held.halted_because
+            if held.has_served
+            or held.halted_because
+            or (held.delayed_because and not self._is_draining)  # a task that is left out may move
         )
         report = AggregatorReport(
             node=self.node,

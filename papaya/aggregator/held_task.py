@@ -103,8 +103,10 @@ class HeldTask:
         self.fence = fence
         self.phase = TaskPhase.LOADING
         # Why the task is halted, for the owner; empty while it is not. A report also calls a task
-        # halted while its TSA has a problem, but then the phase stays SERVING.
+        # halted while its blobs or its TSA have a problem, but then the phase does not change.
         self.halted_because = ""
+        # Why its sums or versions cannot be read or written for now; empty while they can.
+        self.delayed_because = ""
 
         # Active clients, and how ended sessions ended.
         self.sessions = Sessions(server.dead_after_s)
@@ -315,14 +317,24 @@ class HeldTask:
             seq=self.fence.seq,
             active=len(self.sessions.active),
             demand=demand,
-            halted=self.halted_because or self.tsa_problem,
+            halted=self.problem,
             ended=self.sessions.ended_count,
             joined=slots.confirmations.name_in(number),
             version=self.ledger.version if self.has_served else 0,
             drained=self.is_drained,
-            awaited=slots.awaited if self.has_served and is_adopting else 0,
+            awaited=slots.awaited if self._knows_awaited and is_adopting else 0,
             endings=tuple((name, n) for name, n in self.counters.items() if is_reported(name)),
         )
+
+    @property
+    def _knows_awaited(self) -> bool:
+        """Have the rows been read? A delay comes after that, a halt may come before."""
+        return self.has_served or bool(self.delayed_because)
+
+    @property
+    def problem(self) -> str:
+        """Why the task makes no versions for now, for the owner; empty if there is no reason."""
+        return self.halted_because or self.delayed_because or self.tsa_problem
 
     # -- the TSA ----------------------------------------------------------------------------
 

@@ -10,10 +10,11 @@
     Forget       tell the TSA that a task is over
     DeleteBlobs  delete blobs that no row names any more
 
-Any of them may return Lost if a blob is missing. The driver runs them on threads (`server`) or in
-virtual time (`sim`); both use `shards.py` for the arithmetic. The work of one task runs in the
-order given. The key of a blob starts with `task/seq/`, so an earlier holder cannot delete what a
-later one wrote.
+Any of them may return Lost if a blob is missing. While a blob cannot be read or written, the driver
+tries again, and returns Delayed after each attempt. The driver runs the work on threads (`server`)
+or in virtual time (`sim`); both use `shards.py` for the arithmetic. The work of one task runs in
+the order given. The key of a blob starts with `task/seq/`, so an earlier holder cannot delete what
+a later one wrote.
 """
 
 from __future__ import annotations
@@ -179,6 +180,16 @@ class StepFailed(Message, frozen=True):
 
 class Lost(Message, frozen=True):
     """A blob that the rows named when they were read is gone. A new holder may have deleted it."""
+
+    task: TaskId
+    seq: int
+    reason: str
+
+
+class Delayed(Message, frozen=True):
+    """A blob cannot be read or written, for example because the disk is full. The driver tries
+    again; the result of this work, or Lost, means that the delay is over.
+    """
 
     task: TaskId
     seq: int

@@ -25,7 +25,8 @@ class TaskReport(Struct, frozen=True, gc=False):
     """`joined`: sessions that joined since the last acknowledged report; they confirm leases.
 
     `ended` counts the sessions that ended at this holder; its growth sets the pace of check-ins.
-    `halted`: why the holder makes no versions for now; also set while its TSA has a problem.
+    `halted`: why the holder makes no versions for now; also set while its blobs cannot be
+    read or written, or its TSA has a problem.
     `version` is the newest committed version.
     `drained`: every update that was folded is in a record, and no other will be folded here.
     `awaited`: clients of earlier holders that have not come yet, for which room is kept.

@@ -1,8 +1,10 @@
 """/live, /health and /metrics, on the admin listener of every role.
 
 None needs a token: they show counts and names of tasks, nothing that a device sent. /health answers
-503 while the state store fails, because the server then makes no progress. A restart would not
-help, so /live answers 200 whenever the process can answer at all.
+503 while the state store fails, or blobs of a task held here cannot be read or written, because the
+server then makes no progress. It names the task and gives no reason, because the error of a disk or
+a bucket has paths and addresses: `papaya status` shows it, with a token. A restart would not help,
+so /live answers 200 whenever the process can answer at all.
 """
 
 from __future__ import annotations
@@ -75,8 +77,14 @@ class Health:
 
     def _on_health(self, exchange: Exchange, body: bytes) -> None:
         nodes = [host.machine.node for host in self._hosts]
-        health = {"papaya": __version__, "nodes": nodes, "problem": self._state.problem}
-        exchange.answer(503 if self._state.problem else 200, msgspec.json.encode(health))
+        health = {"papaya": __version__, "nodes": nodes, "problem": self._problem}
+        exchange.answer(503 if self._problem else 200, msgspec.json.encode(health))
+
+    @property
+    def _problem(self) -> str:
+        hosts = (host for host in self._hosts if isinstance(host, AggregatorHost))
+        problems = (self._state.problem, *(host.workers.problem for host in hosts))
+        return next((problem for problem in problems if problem), "")
 
     def _on_metrics(self, exchange: Exchange, body: bytes) -> None:
         for host in self._hosts:

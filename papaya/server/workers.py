@@ -17,10 +17,11 @@ eight of one buffer in one call. Everything else runs alone in its lane, after a
 Folds and steps of secure tasks call the TSA, which may not answer for a while. They have threads of
 their own, so that tasks in the clear never wait for the TSA.
 
-Writing a blob is retried until it succeeds, without blocking a thread; the result is delivered
-after that. A missing blob or an unexpected error is delivered as Lost. The task's earlier work is
-then skipped until Restore, because the machine loads the task again and asks for those updates
-again. The queue needs no bound of its own: the machine's memory for uploads bounds it.
+Writing a blob is retried until it succeeds, without blocking a thread. Delayed is delivered after
+each attempt that fails, and the result at the end. A missing blob or an unexpected error is
+delivered as Lost. The task's earlier work is then skipped until Restore, because the machine loads
+the task again and asks for those updates again. The queue needs no bound of its own: the machine's
+memory for uploads bounds it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from msgspec import Struct
 from papaya.aggregator.masked_sum import Tsa
 from papaya.aggregator.shards import Pieces, Shards, UploadChunks
 from papaya.aggregator.work import (
+    Delayed,
     DeleteBlobs,
     Drop,
     Fold,
@@ -132,6 +134,8 @@ class LoneJob:
         self.unwritten: Sequence[tuple[BlobKey, bytes | Pieces]] = []
         self.is_computed = False
         self.began_at = 0.0
+        # What cannot be done for now, without details; empty if nothing has failed.
+        self.problem = ""
 
     @property
     def seq(self) -> int | None:
@@ -212,6 +216,12 @@ class WorkOrder:
         """Is there work that no thread has begun?"""
         return any(lane.waiting for lane in self._lanes.values())
 
+    @property
+    def problem(self) -> str:
+        """What cannot be done for now, in some lane; empty if there is no problem."""
+        lone = (lane.lone for lane in self._lanes.values())
+        return next((job.problem for job in lone if job is not None and job.problem), "")
+
     def put(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> None:
         self._lanes.setdefault(task, _Lane()).waiting.append(given)
 
@@ -288,6 +298,12 @@ class Workers:
         """Complete uploads that wait to be folded."""
         with self._lock:
             return self._lanes.waiting_folds
+
+    @property
+    def problem(self) -> str:
+        """Which blobs cannot be read or written, without details; empty if there is no problem."""
+        with self._lock:
+            return self._lanes.problem
 
     # -- on the loop ------------------------------------------------------------------------
 
@@ -528,10 +544,16 @@ class Workers:
     def _will_try_again(self, job: LoneJob, error: OSError | OperatorError) -> bool:
         """Schedule a retry, unless the workers are closing; the job then has no result."""
         job.attempts += 1
+        # Only a step and a restore read, and before anything is written.
+        done = "written" if job.is_computed else "read"
         with self._lock:
             is_over = self._is_closing
+            job.problem = f"blobs of task {job.task} cannot be {done}"
         self._complain(job, error, "giving up, the server is stopping" if is_over else "will retry")
         if not is_over:
+            if job.seq is not None:
+                reason = f"blobs cannot be {done}: {error}"
+                self._call(self._deliver_all, [Delayed(job.task, job.seq, reason)])
             self._call(self._try_later, job)
         return not is_over
 

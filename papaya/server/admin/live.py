@@ -210,11 +210,10 @@ class RoleLive:
         if not isinstance(self._machine, Aggregator):
             return None
         held = self._machine.tasks.get(row.config.task)
-        if held is None or not held.has_served:
+        if held is None or not (held.has_served or held.problem):
             return None
         active, demand = len(held.sessions.active), held.demand(self._now())
-        problem = held.halted_because or held.tsa_problem
-        return LiveTask(self._machine.node, active, demand, 0, problem)
+        return LiveTask(self._machine.node, active, demand, 0, held.problem)
 
     def aggregators(self) -> tuple[AggregatorStatus, ...]:
         if not isinstance(self._machine, Aggregator):

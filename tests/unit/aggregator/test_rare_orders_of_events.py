@@ -5,9 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from papaya.aggregator.held_task import TaskPhase
-from papaya.aggregator.work import Fold, Step, StepFailed
+from papaya.aggregator.work import Delayed, Fold, Restore, Snapshot, Step, StepFailed
 from papaya.machine import Read, Transact
 from papaya.messages.base import SessionId
+from papaya.messages.control import Drain
 from papaya.messages.participation import (
     Alive,
     ChunkReceived,
@@ -116,6 +117,55 @@ def test_a_halted_task_goes_on_when_its_rows_let_it() -> None:
     world.pass_s(10)
     assert world.version == 1, "this time the step succeeds"
     assert node.held().phase is TaskPhase.SERVING
+
+
+def test_a_report_tells_that_blobs_cannot_be_written_until_they_are() -> None:
+    world, node = a_world(an_async_task(2))
+    [phone] = world.joined(node, 1)
+    node.hold(Snapshot)
+    phone.upload(1)
+    world.pass_s(1)
+    node.receive(Delayed("words", 1, "blobs cannot be written: the token is expired"))
+    world.pass_s(10)
+    assert node.last_report().halted == "blobs cannot be written: the token is expired"
+    assert node.held().phase is TaskPhase.SERVING
+    node.release()
+    world.pass_s(10)
+    assert node.last_report().halted == ""
+    assert world.recorded() == ["s1"]
+
+
+def test_a_task_that_cannot_be_loaded_is_reported_with_the_clients_of_earlier_holders() -> None:
+    """A successor must keep room for them, even if this holder never serves the task."""
+    world = World(an_async_task(2))
+    first, second = world.start(), world.start("agg-2")
+    world.place(first)
+    second.hold(Restore)
+    world.place(second, active=3)
+    world.pass_s(10)
+    assert second.reports[-1].tasks == ()
+    second.receive(Delayed("words", 2, "blobs cannot be read: the token is expired"))
+    world.pass_s(10)
+    report = second.last_report()
+    assert (report.halted, report.demand, report.awaited) == (
+        "blobs cannot be read: the token is expired",
+        0,
+        3,
+    )
+    second.release()
+    world.pass_s(10)
+    assert second.last_report().halted == ""
+
+
+def test_a_task_that_cannot_be_loaded_may_leave_a_process_that_stops() -> None:
+    world = World(an_async_task(2))
+    node = world.start()
+    node.hold(Restore)
+    world.place(node)
+    node.receive(Delayed("words", 1, "blobs cannot be read: the token is expired"))
+    node.receive(Drain())
+    world.pass_s(10)
+    assert node.reports[-1].tasks == ()
 
 
 def test_a_blob_that_stays_missing_halts_the_task_and_does_not_spin() -> None:

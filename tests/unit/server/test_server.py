@@ -16,7 +16,7 @@ from zlib import crc32
 import pytest
 
 from papaya import __version__
-from papaya.aggregator.work import GetOffers
+from papaya.aggregator.work import GetOffers, Restore
 from papaya.clock import Clock
 from papaya.config import Deployment, ServerConfig
 from papaya.config.deployment import ROLES, Role
@@ -29,6 +29,8 @@ from papaya.messages.storage import (
     FORMAT_KEY,
     BootRow,
     FormatRow,
+    Member,
+    RecordRow,
     Row,
     Transaction,
     boot_key,
@@ -42,7 +44,7 @@ from papaya.store.state import SqliteState
 from tests.system.tls import Authority
 from tests.unit.http.loopback import a_client, a_request
 from tests.unit.server.stuck_child import StuckChild
-from tests.unit.server.worker_builders import SECURE
+from tests.unit.server.worker_builders import SECURE, WORDS, MemoryBlobs
 
 FAST = ServerConfig(heartbeat_s=0.2)
 DEADLINE_S = 60.0
@@ -395,6 +397,50 @@ def test_a_server_whose_store_fails_is_not_healthy(tmp_path: Path) -> None:
             assert health.status == 503
             assert (await connections.request(where, "GET", "/live")).status == 200
             assert json.loads(health.body)["problem"] == "the last commit failed"
+        finally:
+            await connections.close()
+            await server.stop()
+
+    asyncio.run(run())
+
+
+def test_a_server_whose_blobs_fail_is_not_healthy(tmp_path: Path) -> None:
+    """It names the task, but not the bucket: /health needs no token."""
+
+    class Expired(MemoryBlobs):
+        is_expired = True
+
+        def get(self, key: str) -> bytes:
+            if self.is_expired:
+                raise OperatorError("s3://bucket: the token is expired", hint="renew it")
+            return super().get(key)
+
+    record = RecordRow(1, "words/1/sum-1-1-0", (Member("a", 0, 0, 1, 0.0),), 1.0)
+
+    async def run() -> None:
+        server, blobs = Server(deployment(tmp_path)), Expired()
+        await server.start()
+        connections = ConnectionPool()
+
+        async def health(status: int) -> bytes:
+            async with asyncio.timeout(DEADLINE_S):
+                while True:
+                    answer = await connections.request(where, "GET", "/health")
+                    if answer.status == status:
+                        return answer.body
+
+        try:
+            where = server.addresses["admin"]
+            await health(200)
+            host = server._hosts["aggregator"]
+            assert isinstance(host, AggregatorHost)
+            host.workers._blobs = blobs
+            host.workers.perform(Restore(WORDS, 1, (record,), ()))
+            found = await health(503)
+            assert json.loads(found)["problem"] == "blobs of task words cannot be read"
+            assert (await connections.request(where, "GET", "/live")).status == 200
+            blobs.is_expired = False
+            await health(200)
         finally:
             await connections.close()
             await server.stop()

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from papaya.aggregator.work import (
+    Delayed,
     DeleteBlobs,
     Folded,
     Lost,
@@ -52,6 +53,57 @@ def test_a_full_disk_is_tried_again_and_holds_up_no_fold(
     assert driver.workers.counters.storage_errors == 3
     assert len(driver.of(Folded)) == 2
     assert "the disk is full; will retry (hint: make room)" in caplog.text
+
+
+def test_what_cannot_be_written_is_told_until_it_is_written() -> None:
+    blobs = MemoryBlobs(WORDS)
+    blobs.failures = [FULL, FULL]
+
+    async def test(driver: Driver) -> None:
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        problems: list[str] = []
+        deliver = driver.workers._deliver
+
+        def note_problem(message: Message) -> None:
+            if isinstance(message, Delayed):
+                problems.append(driver.workers.problem)
+            deliver(message)
+
+        driver.workers._deliver = note_problem
+        driver.workers.perform(SNAPSHOT)
+        await driver.until(Snapshotted)
+        await driver.workers.drain()
+        assert problems[0] == "blobs of task words cannot be written"
+        assert driver.workers.problem == ""
+
+    driver = run(test, blobs)
+    reason = "blobs cannot be written: cannot write the blob: the disk is full"
+    told = [message for message in driver.told if not isinstance(message, Folded)]
+    assert told[:-1] == [Delayed("words", 1, reason)] * 2
+    assert isinstance(told[-1], Snapshotted)
+
+
+def test_what_cannot_be_read_is_told_too() -> None:
+    class Away(MemoryBlobs):
+        is_away = True
+
+        def get(self, key: str) -> bytes:
+            if self.is_away:
+                self.is_away = False
+                raise OperatorError("cannot read the blob", hint="credentials")
+            return super().get(key)
+
+    blobs = Away(WORDS)
+    record = RecordRow(1, "words/1/sum-1-1-0", (Member("a", 0, 0, 1, 0.0),), 1.0)
+
+    async def test(driver: Driver) -> None:
+        driver.workers.perform(Restore(WORDS, 1, (record,), ()))
+        await driver.until(Lost)
+        await driver.workers.drain()
+        assert driver.workers.problem == ""
+
+    [delayed, _] = run(test, blobs).told
+    assert delayed == Delayed("words", 1, "blobs cannot be read: cannot read the blob")
 
 
 def test_closing_gives_up_what_cannot_be_written_and_tells_nobody() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from random import Random
 
 from papaya.aggregator.aggregator import Aggregator
+from papaya.aggregator.work import Delayed, Restore
 from papaya.config import AsyncFL, ServerConfig, TaskConfig
 from papaya.coordinator.coordinator import Coordinator
 from papaya.messages.storage import TaskRow, task_key
 from papaya.selector.selector import Selector
-from papaya.server.admin.live import CoordinatorLive, RoleLive
+from papaya.server.admin.live import CoordinatorLive, LiveTask, RoleLive
 from papaya.sim.cluster import Cluster, ClusterConfig
+from tests.unit.aggregator.builders import World, a_task
 from tests.unit.aggregator.secure_builders import a_secure_world
 
 DEAD_S = ServerConfig().dead_after_s
@@ -139,6 +141,21 @@ def test_a_selector_and_an_aggregator_know_themselves_and_whether_they_are_led()
     cluster.hosts["coordinator-0"].crash()
     cluster.run(120 + 2 * ServerConfig().leader_lease_s)
     assert [live.is_led() for live in lives.values()] == [False, False]
+
+
+def test_an_aggregator_tells_that_it_cannot_load_a_task() -> None:
+    world = World(a_task())
+    node = world.start()
+    node.hold(Restore)
+    world.place(node)
+    live = RoleLive(node.machine, lambda: world.now, ("aggregator",), ServerConfig())
+    row = world.store.rows[task_key("words")]
+    assert isinstance(row, TaskRow)
+    assert live.task(row) is None
+    node.receive(Delayed("words", 1, "blobs cannot be read: the token is expired"))
+    assert live.task(row) == LiveTask(
+        "agg-1", 0, 0, 0, "blobs cannot be read: the token is expired"
+    )
 
 
 def test_an_aggregator_tells_why_its_task_waits_for_the_tsa() -> None:
