@@ -14,8 +14,10 @@ eight of one buffer in one call. Everything else runs alone in its lane, after a
     Restore, Drop        wait for earlier folds; later folds wait until they are done
     Step, DeleteBlobs    do not hold up folds
 
-Folds and steps of secure tasks call the TSA, which may not answer for a while. They have threads of
-their own, so that tasks in the clear never wait for the TSA.
+Folds and steps of secure tasks call the TSA, which may not answer for a while. Each secure task has
+threads of its own for them, and one more for offers. So no other task waits: neither tasks in the
+clear nor those of another TSA. These threads start with the first work and end some time after the
+last.
 
 Writing a blob is retried until it succeeds, without blocking a thread. Delayed is delivered after
 each attempt that fails, and the result at the end. A missing blob or an unexpected error is
@@ -31,10 +33,9 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from threading import Condition, Lock, RLock, Thread
+from threading import Condition, Lock, RLock, Thread, current_thread
 from time import perf_counter
 from typing import Final, NamedTuple, Protocol
 
@@ -68,6 +69,9 @@ logger = logging.getLogger("papaya.workers")
 TOGETHER: Final = 8  # streams that the compiled kernel reads at once
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
+# Threads of one secure task. The TSA has one thread, so more of them would only wait for it.
+TSA_THREADS: Final = 4
+TSA_THREAD_LIFE_S = 10.0  # without work; it then ends
 
 HeavyWork = GetOffers | Forget | Keep | Fold | Snapshot | Restore | Step | Drop | DeleteBlobs
 
@@ -212,11 +216,6 @@ class WorkOrder:
         return sum(not isinstance(given, LoneJob) for given in waiting)
 
     @property
-    def has_waiting(self) -> bool:
-        """Is there work that no thread has begun?"""
-        return any(lane.waiting for lane in self._lanes.values())
-
-    @property
     def problem(self) -> str:
         """What cannot be done for now, in some lane; empty if there is no problem."""
         lone = (lane.lone for lane in self._lanes.values())
@@ -225,10 +224,21 @@ class WorkOrder:
     def put(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> None:
         self._lanes.setdefault(task, _Lane()).waiting.append(given)
 
-    def next(self, calls_tsa: bool) -> FoldJob | LoneJob | None:
-        """A job that may run now, or None. Call `done` with it afterwards."""
+    def head(self, task: TaskId) -> tuple[Fold, UploadChunks] | LoneJob | None:
+        """The work of this task that is next."""
+        lane = self._lanes.get(task)
+        return lane.waiting[0] if lane is not None and lane.waiting else None
+
+    def next(self, caller: TaskId | None) -> FoldJob | LoneJob | None:
+        """A job that may run now, or None. Call `done` with it afterwards.
+
+        `caller`: the secure task whose TSA is called. None for work of any task without such calls.
+        """
+        if caller is not None:
+            found = self._lanes.get(caller)
+            return None if found is None else found.next(caller, calls_tsa=True)
         for task, lane in self._lanes.items():
-            job = lane.next(task, calls_tsa)
+            job = lane.next(task, calls_tsa=False)
             if job is not None:
                 self._lanes[task] = self._lanes.pop(task)  # the other tasks are next
                 return job
@@ -246,6 +256,15 @@ class WorkOrder:
             lane.lone, lane.is_open = None, True
         if lane.is_idle:
             del self._lanes[job.task]
+
+
+class _Crew:
+    """Threads that take the same work. The workers' lock guards it."""
+
+    def __init__(self, lock: RLock) -> None:
+        self.changed = Condition(lock)  # there may be work
+        self.again: list[LoneJob] = []
+        self.size = 0
 
 
 class Workers:
@@ -270,10 +289,14 @@ class Workers:
         self._first_retry_s = first_retry_s
         self._loop = asyncio.get_running_loop()
         self._lock = RLock()  # guards the fields below and the counters
-        # There may be work: for the threads that do not call the TSA, and for those that do.
-        self._changed = (Condition(self._lock), Condition(self._lock))
         self._lanes = WorkOrder()
-        self._again: tuple[list[LoneJob], list[LoneJob]] = ([], [])
+        # The threads that call no TSA, and those of each secure task that has work for them.
+        self._clear = _Crew(self._lock)
+        self._callers: dict[TaskId, _Crew] = {}
+        self._callers_size = min(threads, TSA_THREADS)
+        # What to ask the TSA beside that, for each task that has a thread for it.
+        self._asked: dict[TaskId, deque[GetOffers | Forget]] = {}
+        self._threads: list[Thread] = []
         self._lost: dict[TaskId, int] = {}
         # Storage trouble of a task that has not ended.
         self._troubles: dict[TaskId, Trouble] = {}
@@ -281,17 +304,9 @@ class Workers:
         self._is_stopped = False
         self._retries: dict[LoneJob, asyncio.TimerHandle] = {}  # used on the loop only
         self._idle = asyncio.Event()
-        # A thread of its own: only clients wait for offers, and other work must not wait.
-        self._offers = ThreadPoolExecutor(1, "papaya-offers")
-        self._threads = [
-            Thread(
-                target=self._run, args=(i, kind == "tsa"), name=f"papaya-{kind}-{i}", daemon=True
-            )
-            for i in range(threads)
-            for kind in ("worker", "tsa")
-        ]
-        for thread in self._threads:
-            thread.start()
+        with self._lock:
+            for _ in range(threads):
+                self._enlarge(self._clear, "papaya-worker", None)
 
     @property
     def queue_length(self) -> int:
@@ -310,10 +325,8 @@ class Workers:
     def perform(self, work: HeavyWork) -> None:
         """Change uploads now; run everything else on threads, in the order of its task."""
         match work:
-            case GetOffers():
-                self._offers.submit(self._get_offers, work)
-            case Forget():
-                self._offers.submit(self._forget, work)
+            case GetOffers() | Forget():
+                self._ask(work)
             case Keep():
                 self._shards.keep(work)
             case Fold():
@@ -331,6 +344,39 @@ class Workers:
                     task = work.blobs[0].split("/")[0]
                     self._give(task, LoneJob(task, work))
 
+    def _ask(self, work: GetOffers | Forget) -> None:
+        """On a thread of its own: only clients of the task wait for offers."""
+        task = work.config.task
+        with self._lock:
+            if task not in self._asked:
+                self._start(f"papaya-offers-{task}", self._ask_all, task)
+                self._asked[task] = deque()
+            self._asked[task].append(work)
+
+    def _give(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> None:
+        with self._lock:
+            self._idle.clear()
+            self._lanes.put(task, given)
+            self._crew_for(task, given).changed.notify()
+
+    def _crew_for(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> _Crew:
+        if not _calls_tsa(given):
+            return self._clear
+        crew = self._callers.setdefault(task, _Crew(self._lock))
+        if crew.size < self._callers_size:
+            self._enlarge(crew, f"papaya-tsa-{task}", task)
+        return crew
+
+    def _enlarge(self, crew: _Crew, name: str, caller: TaskId | None) -> None:
+        self._start(f"{name}-{crew.size}", self._run, crew.size, caller)
+        crew.size += 1
+
+    def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+        """Call it with the lock held: the thread may remove itself from the list."""
+        thread = Thread(target=target, args=arguments, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
     def _get_offers(self, work: GetOffers) -> None:
         try:
             offered = self._shards.get_offers(work)
@@ -346,12 +392,6 @@ class Workers:
         except Exception:
             logger.exception("cannot tell the TSA to forget task %s", work.config.task)
 
-    def _give(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> None:
-        with self._lock:
-            self._idle.clear()
-            self._lanes.put(task, given)
-            self._changed[_calls_tsa(given)].notify()
-
     async def close(self) -> None:
         """Finish all given work, then stop. Work whose blobs cannot be written has no result."""
         with self._lock:
@@ -361,11 +401,11 @@ class Workers:
         await self.drain()
         with self._lock:
             self._is_stopped = True
-            self._notify_all()
-        # On a thread: a call to the TSA may need the loop before it ends.
-        await asyncio.to_thread(self._offers.shutdown, wait=True, cancel_futures=True)
-        for thread in self._threads:
-            thread.join()  # returns at once: `_is_stopped` ends the thread
+            for crew in (self._clear, *self._callers.values()):
+                crew.changed.notify_all()
+            threads = tuple(self._threads)
+        # On a thread: a call to the TSA for offers may need the loop before it ends.
+        await asyncio.to_thread(_join, threads)
 
     async def drain(self) -> None:
         """Wait until no work is left, including work that results lead to."""
@@ -391,8 +431,9 @@ class Workers:
     def _try_again(self, job: LoneJob) -> None:
         self._retries.pop(job).cancel()
         with self._lock:
-            self._again[_calls_tsa(job)].append(job)
-            self._changed[_calls_tsa(job)].notify()
+            crew = self._crew_for(job.task, job)
+            crew.again.append(job)
+            crew.changed.notify()
 
     def _become_idle(self) -> None:
         if self._lanes.is_idle:
@@ -400,38 +441,63 @@ class Workers:
 
     # -- on the threads ---------------------------------------------------------------------
 
-    def _run(self, index: int, calls_tsa: bool) -> None:
+    def _run(self, index: int, caller: TaskId | None) -> None:
         shard = index % self._shards.count
-        while (job := self._next(calls_tsa)) is not None:
+        while (job := self._next(caller)) is not None:
             if isinstance(job, FoldJob):
                 self._fold(job, shard)
                 self._done(job)
             elif self._work_alone(job):
                 self._done(job)
 
-    def _next(self, calls_tsa: bool) -> FoldJob | LoneJob | None:
-        again = self._again[calls_tsa]
+    def _next(self, caller: TaskId | None) -> FoldJob | LoneJob | None:
+        """Wait for work. None: the thread ends."""
+        life_s = None if caller is None else TSA_THREAD_LIFE_S
+        is_over = False
         with self._lock:
+            crew = self._clear if caller is None else self._callers[caller]
             while not self._is_stopped:
-                job = again.pop() if again else self._lanes.next(calls_tsa)
+                job = crew.again.pop() if crew.again else self._lanes.next(caller)
                 if job is not None:
                     return job
-                self._changed[calls_tsa].wait()
+                if is_over:
+                    self._leave(crew, caller)
+                    return None
+                is_over = not crew.changed.wait(life_s)
         return None
 
-    def _notify_waiting(self) -> None:
-        """Work that had to wait may run now. Without any, no thread is woken."""
-        if self._lanes.has_waiting:
-            self._notify_all()
+    def _leave(self, crew: _Crew, caller: TaskId | None) -> None:
+        self._threads.remove(current_thread())
+        crew.size -= 1
+        if crew.size == 0 and caller is not None:
+            del self._callers[caller]
 
-    def _notify_all(self) -> None:
-        for changed in self._changed:
-            changed.notify_all()
+    def _ask_all(self, task: TaskId) -> None:
+        while (work := self._next_asked(task)) is not None:
+            if isinstance(work, GetOffers):
+                self._get_offers(work)
+            else:
+                self._forget(work)
+
+    def _next_asked(self, task: TaskId) -> GetOffers | Forget | None:
+        """None: the thread ends."""
+        with self._lock:
+            if self._asked[task] and not self._is_stopped:
+                return self._asked[task].popleft()
+            del self._asked[task]
+            self._threads.remove(current_thread())
+            return None
+
+    def _notify_waiting(self, task: TaskId) -> None:
+        """Work of this task that had to wait may run now. Without any, no thread is woken."""
+        head = self._lanes.head(task)
+        if head is not None:
+            self._crew_for(task, head).changed.notify_all()
 
     def _done(self, job: FoldJob | LoneJob) -> None:
         with self._lock:
             self._lanes.done(job)
-            self._notify_waiting()
+            self._notify_waiting(job.task)
             is_idle = self._lanes.is_idle
         if is_idle:
             self._call(self._become_idle)
@@ -500,7 +566,7 @@ class Workers:
                 cut = shards.cut(work)
                 with self._lock:
                     self._lanes.open(job)
-                    self._notify_waiting()
+                    self._notify_waiting(job.task)
                 job.result, job.unwritten = shards.encode(cut)
             case Step():
                 job.result, job.unwritten = shards.step(work, self._blobs.get, self._blobs.get_part)
@@ -585,3 +651,8 @@ class Workers:
             self._lost[task] = seq
         if not is_known:
             self._call(self._deliver_all, [Lost(task, seq, str(error) or repr(error))])
+
+
+def _join(threads: Sequence[Thread]) -> None:
+    for thread in threads:
+        thread.join()

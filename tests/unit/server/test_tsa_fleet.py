@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from threading import Event
 
 import pytest
+from msgspec import structs
 
 from papaya.aggregator.masked_sum import LOST, TsaError
 from papaya.aggregator.tsa import TsaAdapter, TsaEvidence
-from papaya.aggregator.work import UNREACHABLE
+from papaya.aggregator.work import UNREACHABLE, Fold, Folded, GetOffers, Offered
 from papaya.config import Deployment
 from papaya.messages.storage import TSAS, Row, Transaction, TsaRow, tsa_key
 from papaya.secagg.channel import SEALED_BYTES
@@ -19,8 +21,10 @@ from papaya.server.state_thread import StateThread
 from papaya.server.tsa import TsaConnection
 from papaya.server.tsa_fleet import TsaFleet
 from papaya.store.state import SqliteState
+from papaya.tsa.client import ANSWER_S
 from papaya.tsa.tsa import TSA
 from tests.unit.secagg.builders import a_task, entropy
+from tests.unit.server.worker_builders import SECURE, Driver, MemoryBlobs
 from tests.unit.tsa.running import CLUSTER, running
 
 TASKS = tuple(a_task(task=f"task-{i}") for i in range(4))
@@ -38,13 +42,15 @@ class World:
     def __init__(self, folder: Path, state: StateThread) -> None:
         self.state = state
         self.clock = Clock()
+        self.answer_s = ANSWER_S
         self._deployment = Deployment(data=str(folder))
         self._fleets: list[TsaFleet] = []
 
     def aggregator(self, *addresses: str) -> TsaFleet:
         def connect(address: str) -> TsaConnection:
             now = lambda: self.clock.now  # noqa: E731
-            link = TsaConnection(self._deployment, address, now, CLUSTER, PATIENCE_S)
+            deadlines_s = (PATIENCE_S, self.answer_s)
+            link = TsaConnection(self._deployment, address, now, CLUSTER, *deadlines_s)
             link.adapter = TsaAdapter(link, lambda digest: TsaEvidence("software", b"", b"", 0))
             return link
 
@@ -230,6 +236,54 @@ def test_aggregators_that_choose_at_once_agree(tmp_path: Path) -> None:
             for task in TASKS:
                 given = await asyncio.gather(*(offers(fleet, task) for fleet in fleets))
                 assert len(set(given)) == 1
+            world.close()
+
+    in_a_world(tmp_path, main)
+
+
+class Freezing:
+    """Entropy of a TSA, which has one thread: while it waits here, it answers nobody."""
+
+    def __init__(self) -> None:
+        self.is_frozen, self.may_go_on = Event(), Event()
+        self.may_go_on.set()
+        self._source = entropy("freezing")
+
+    def __call__(self, count: int) -> bytes:
+        if not self.may_go_on.is_set():
+            self.is_frozen.set()
+            assert self.may_go_on.wait(PATIENCE_S)
+        return self._source(count)
+
+
+def test_a_frozen_tsa_holds_up_no_task_of_another_tsa(tmp_path: Path) -> None:
+    freezing, other = Freezing(), structs.replace(SECURE, task="elsewhere")
+
+    async def main(world: World) -> None:
+        world.answer_s = PATIENCE_S
+        with running(tsa=TSA(freezing)) as frozen, running(tsa=TSA(entropy("two"))) as two:
+            driver = Driver(MemoryBlobs(), threads=1, tsa=world.aggregator(frozen, two))
+            perform = driver.workers.perform
+            try:
+                for number, config in enumerate((SECURE, other), 1):
+                    perform(GetOffers(config, 1, 1))
+                    await driver.until(Offered, number)
+                assert [offered.problem for offered in driver.of(Offered)] == ["", ""]
+                freezing.may_go_on.clear()
+                perform(GetOffers(SECURE, 1, 1))
+                assert await asyncio.to_thread(freezing.is_frozen.wait, PATIENCE_S)
+                for config in (SECURE, other):
+                    driver.upload(config.task, "a", [0.0] * (config.update_bytes // 4))
+                    perform(Fold(config, 1, 1, "a", 1, 0, 0, SEALED))
+                perform(GetOffers(other, 1, 1))
+                await driver.until(Folded)
+                await driver.until(Offered, 3)
+                assert [folded.task for folded in driver.of(Folded)] == ["elsewhere"]
+                assert driver.of(Offered)[-1].task == "elsewhere"
+            finally:
+                freezing.may_go_on.set()
+                await driver.workers.close()
+            assert len(driver.of(Folded)) == 2
             world.close()
 
     in_a_world(tmp_path, main)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from threading import Event
+from threading import Event, Semaphore
 from typing import cast
 
 import numpy as np
+import pytest
 from msgspec import structs
 
 from papaya.aggregator.masked_sum import Tsa, TsaError
@@ -17,8 +18,10 @@ from papaya.aggregator.work import (
     Drop,
     Fold,
     Folded,
+    Forget,
     GetOffers,
     Lost,
+    Offered,
     Restore,
     Restored,
     Snapshotted,
@@ -28,6 +31,8 @@ from papaya.config import SecureAggregation
 from papaya.learning import parameters
 from papaya.learning.kernels import fastest
 from papaya.learning.parameters import FLOAT32
+from papaya.secagg.parameters import PublicParameters
+from papaya.server import workers
 from papaya.server.buffers import BufferPool
 from papaya.server.workers import threaded_shards
 from tests.unit.server.worker_builders import (
@@ -322,6 +327,80 @@ def test_tasks_in_the_clear_never_wait_for_the_tsa() -> None:
         await driver.until(Folded, 4)
 
     run(test, blobs, threads=1, tsa=cast(Tsa, tsa))
+
+
+class FrozenTsa:
+    """Two TSAs: that of the task SECURE does not answer until it may, the other one does."""
+
+    def __init__(self) -> None:
+        self.asked, self.may_answer = Semaphore(0), Event()
+
+    def accept(self, parameters: PublicParameters, index: int, group: int, sealed: bytes) -> None:
+        self._answer(parameters)
+
+    def offers(self, parameters: PublicParameters, count: int) -> None:
+        self._answer(parameters)
+        raise TsaError("full", "the TSA knows too many tasks")
+
+    def forget(self, parameters: PublicParameters) -> None:
+        self._answer(parameters)
+
+    def _answer(self, parameters: PublicParameters) -> None:
+        if parameters == SECURE.public_parameters:
+            self.asked.release()
+            assert self.may_answer.wait(PATIENCE_S)
+
+
+def test_tasks_of_another_tsa_do_not_wait_for_a_frozen_one() -> None:
+    """Neither their folds, while every thread of the first task waits, nor their offers."""
+    tsa, threads = FrozenTsa(), 2
+    other = structs.replace(SECURE, task="elsewhere", clip=2.0)
+
+    async def test(driver: Driver) -> None:
+        values = [0.0] * (SECURE.update_bytes // 4)
+        try:
+            for target in range(2 * threads):  # one job each
+                driver.fold(SECURE, f"frozen-{target}", values, target)
+            driver.workers.perform(GetOffers(SECURE, 1, 1))
+            driver.workers.perform(GetOffers(SECURE, 1, 1))
+            for _ in range(threads + 1):
+                assert await asyncio.to_thread(tsa.asked.acquire, timeout=PATIENCE_S)
+            driver.fold(other, "a", values)
+            driver.workers.perform(GetOffers(other, 1, 1))
+            driver.workers.perform(Forget(other))
+            await driver.until(Folded)
+            await driver.until(Offered)
+            assert [folded.session for folded in driver.of(Folded)] == ["a"]
+            assert [offered.task for offered in driver.of(Offered)] == ["elsewhere"]
+        finally:
+            tsa.may_answer.set()
+        await driver.until(Folded, 1 + 2 * threads)
+        await driver.until(Offered, 3)
+
+    run(test, MemoryBlobs(WORDS), threads, tsa=cast(Tsa, tsa))
+
+
+def test_threads_of_a_secure_task_end_when_it_has_no_work_and_start_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers, "TSA_THREAD_LIFE_S", 0.01)
+    tsa = FrozenTsa()
+    tsa.may_answer.set()
+
+    async def test(driver: Driver) -> None:
+        for number in range(1, 4):
+            driver.fold(SECURE, f"s-{number}", [0.0] * (SECURE.update_bytes // 4))
+            driver.workers.perform(GetOffers(SECURE, 1, 1))
+            await driver.until(Folded, number)
+            await driver.until(Offered, number)
+            for thread in driver.workers._threads[2:]:
+                await asyncio.to_thread(thread.join, PATIENCE_S)
+            assert [thread.name for thread in driver.workers._threads] == [
+                "papaya-worker-0",
+                "papaya-worker-1",
+            ]
+
+    run(test, MemoryBlobs(WORDS), 2, tsa=cast(Tsa, tsa))
 
 
 def test_the_loop_goes_on_while_the_workers_wait_for_the_last_offers() -> None:
