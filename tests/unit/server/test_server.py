@@ -17,6 +17,7 @@ import pytest
 
 from papaya import __version__
 from papaya.aggregator.work import GetOffers, Restore
+from papaya.cli.main import main
 from papaya.clock import Clock
 from papaya.config import Deployment, ServerConfig
 from papaya.config.deployment import ROLES, Role
@@ -41,12 +42,14 @@ from papaya.server.host import AggregatorHost
 from papaya.server.peers import address_of
 from papaya.server.server import Server
 from papaya.store.state import SqliteState
+from tests.system.admin import Admin
 from tests.system.tls import Authority
 from tests.unit.http.loopback import a_client, a_request
 from tests.unit.server.stuck_child import StuckChild
 from tests.unit.server.worker_builders import SECURE, WORDS, MemoryBlobs
 
 FAST = ServerConfig(heartbeat_s=0.2)
+CALM = ServerConfig(heartbeat_s=2.0)  # no lease ends while the machine is busy
 DEADLINE_S = 60.0
 
 
@@ -404,8 +407,10 @@ def test_a_server_whose_store_fails_is_not_healthy(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_server_whose_blobs_fail_is_not_healthy(tmp_path: Path) -> None:
-    """It names the task, but not the bucket: /health needs no token."""
+def test_a_server_whose_blobs_fail_is_not_healthy_and_its_status_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """/health names the task, but not the bucket: it needs no token."""
 
     class Expired(MemoryBlobs):
         is_expired = True
@@ -418,31 +423,36 @@ def test_a_server_whose_blobs_fail_is_not_healthy(tmp_path: Path) -> None:
     record = RecordRow(1, "words/1/sum-1-1-0", (Member("a", 0, 0, 1, 0.0),), 1.0)
 
     async def run() -> None:
-        server, blobs = Server(deployment(tmp_path)), Expired()
+        server, blobs = Server(deployment(tmp_path, server=CALM)), Expired()
         await server.start()
-        connections = ConnectionPool()
+        where, token = server.addresses["admin"], tmp_path / "data" / "admin.token"
+        admin = Admin(where, token.read_text().strip())
+        status = ["status", "--admin", f"http://{where}", "--token-file", str(token)]
 
-        async def health(status: int) -> bytes:
+        async def until(code: int, health: int) -> str:
+            """What `papaya status` says when it exits with `code`; /health agrees."""
             async with asyncio.timeout(DEADLINE_S):
-                while True:
-                    answer = await connections.request(where, "GET", "/health")
-                    if answer.status == status:
-                        return answer.body
+                while await asyncio.to_thread(main, status) != code:
+                    capsys.readouterr()
+            found, body = await asyncio.to_thread(admin.ask, "GET", "/health")
+            assert found == health
+            return f"{capsys.readouterr().err}{json.loads(body)['problem']}"
 
         try:
-            where = server.addresses["admin"]
-            await health(200)
+            await asyncio.to_thread(admin.submit, WORDS)
+            await asyncio.to_thread(admin.until_task, "words", lambda it: it["demand"], DEADLINE_S)
+            await until(0, 200)
             host = server._hosts["aggregator"]
             assert isinstance(host, AggregatorHost)
             host.workers._blobs = blobs
             host.workers.perform(Restore(WORDS, 1, (record,), ()))
-            found = await health(503)
-            assert json.loads(found)["problem"] == "blobs of task words cannot be read"
-            assert (await connections.request(where, "GET", "/live")).status == 200
-            blobs.is_expired = False
-            await health(200)
+            problem = "task words halted: blobs cannot be read: s3://bucket: the token is expired"
+            found = await until(1, 503)
+            assert found == f"problem: {problem}\nblobs of task words cannot be read"
+            assert (await asyncio.to_thread(admin.ask, "GET", "/live"))[0] == 200
+            blobs.is_expired = False  # the record is lost, so the task is loaded again, without it
+            await until(0, 200)
         finally:
-            await connections.close()
             await server.stop()
 
     asyncio.run(run())
