@@ -2,7 +2,7 @@
 
 Eight devices deliver updates of 1 MiB as fast as they can, while 0, 32 and 200 further devices of
 the same task send two chunks each: 16 KiB at once, so that a selector passes them on, then 1 KB/s.
-These send heartbeats, and connect again when they are cut off. The value is the rate of counted
+They send heartbeats, and connect again when they are cut off. The value is the rate of counted
 updates with slow devices ÷ that without, in the same run, against the same servers. A fifth is left
 for what 400 connections and their bytes cost the server. Cases: one process; a selector and an
 aggregator apart. Every counted update is answered `Completed`. Run as
@@ -41,7 +41,7 @@ from papaya.messages.participation import (
 MODEL_LENGTH = 1 << 18
 HONEST, SLOW = 8, (32, 200)
 SLOW_BYTES, PERIOD_S = 512, 0.5
-SETTLE_S, MEASURE_S = 20.0, 10.0  # longer than the servers leave a silent device alone
+SETTLE_S, MEASURE_S = 20.0, 10.0  # longer than servers keep a silent device
 SHARE = 0.8
 SERVER = ServerConfig(heartbeat_s=2.0, chunk_bytes=1 << 18)
 TASK = TaskConfig(
@@ -124,7 +124,7 @@ class SlowDevice:
             chunk.send()
 
     def stay(self) -> None:
-        """Without heartbeats the server would end the session, and its chunks with it."""
+        """Send a heartbeat; without it the server would end the session and its chunks."""
         answer = self._device.ask(self._heartbeat)
         require(answer == Alive(), f"a slow device's heartbeat was answered {answer}")
 
@@ -135,7 +135,7 @@ class SlowDevice:
 
 
 class SlowChunk:
-    """One of them, on a connection of its own."""
+    """One chunk of a slow device, on its own connection."""
 
     def __init__(self, address: tuple[str, int], ticket: bytes, index: int) -> None:
         self._address = address

@@ -267,7 +267,7 @@ class Kit:
 
 
 def record_releases(data: Path) -> None:
-    """Record the TSA binary of this installation in the log, after another one (`OtherRecord`)."""
+    """Record another binary in the log (for `OtherRecord`), then this installation's TSA binary."""
     if not (data / "log.leaf").exists():
         own_record(data, _OTHER_BINARY)
     own_record(data, measure())

@@ -438,8 +438,8 @@ class SecureShortWords(Scenario):
 class Forgery(ChangedAnswer):
     """A grant whose offer the device's checks must refuse.
 
-    Each forgery that has an offer fails one check only: a client that skips it is caught, even if
-    it makes all the others.
+    Each forgery that has an offer fails exactly one check: a client that skips this check is
+    caught, even if it does all the others.
     """
 
     is_secure = True
@@ -447,7 +447,7 @@ class Forgery(ChangedAnswer):
     rules = ("evidence",)
 
     def forge(self, offer: SecureOffer) -> SecureOffer | None:
-        """The same for the same offer: a repeated report has the same answer."""
+        """Must be deterministic: a repeated report gets the same answer."""
         raise NotImplementedError
 
     def changed(self, answer: Message) -> Message:
@@ -468,7 +468,7 @@ def _flipped(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-# Not a key of the TSA. With it a server could read every seed that a client seals.
+# Not a key of the TSA. If a client accepts it, the server can read every seed that it seals.
 _OTHER_IDENTITY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 _OTHER_IDENTITY_KEY = _OTHER_IDENTITY.public_key().public_bytes_raw()
 
@@ -501,17 +501,17 @@ class OtherRecord(Forgery):
     """The kit's log has the record of another binary before that of the TSA."""
 
     name = "forged-record"
-    explains = "the record in the log is that of another binary than the quote's"
+    explains = "the record in the log is for a different binary than the quote"
 
     def forge(self, offer: SecureOffer) -> SecureOffer:
         return structs.replace(offer, leaf=offer.leaf - 1)
 
 
 class OtherIdentity(Forgery):
-    """The signature of the offer is valid: only the quote tells whose key it is."""
+    """The signature of the offer is valid: only the quote shows that the key is not the TSA's."""
 
     name = "forged-identity"
-    explains = "the identity key, which signed the offer, is not the one in the quote"
+    explains = "the identity key that signed the offer is not the one in the quote"
 
     def forge(self, offer: SecureOffer) -> SecureOffer:
         parameters = PublicParameters.decode(offer.parameters)
@@ -528,12 +528,13 @@ class ForgedOffer(Forgery):
 
 
 class OtherParameters(Forgery):
-    """The aggregation goal is in no agreed term, and the signature of the offer covers the forged
-    parameters. So the quote has the identity of `_OTHER_IDENTITY`; anyone can make software quotes.
+    """Changes the aggregation goal, which no agreed term contains. The offer has to be signed for
+    the forged parameters, so `_OTHER_IDENTITY` signs it, and a new quote contains this identity
+    and the honest parameters; anyone can make software quotes.
     """
 
     name = "forged-parameters"
-    explains = "the public parameters, for which the offer is signed, are not those in the quote"
+    explains = "the offer is signed for public parameters that are not those in the quote"
 
     def forge(self, offer: SecureOffer) -> SecureOffer:
         honest = PublicParameters.decode(offer.parameters)

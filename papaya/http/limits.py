@@ -30,7 +30,7 @@ class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True):
     linger_s: float = 2.0  # how long a peer may keep sending after the last answer
     linger_bytes: int = 8 << 20
     sweep_s: float = 1.0
-    # The Retry-After of a 503 is up to three times as long, at random.
+    # The Retry-After of a 503 is random, between one and three times as long.
     retry_after_s: int = 5  # for connections over a limit
     retry_soon_s: float = 1.0  # for requests, mostly because another server cannot be reached
 

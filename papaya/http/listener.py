@@ -20,8 +20,8 @@ from papaya.http.server_connection import ServerConnection
 from papaya.http.tls import Tls
 
 RenderProblem = Callable[[int, str, float | None], bytes]
-"""Makes the body of an error: status, text, and when to retry. The header Retry-After, if the
-answer has one, is the same time in whole seconds, rounded up.
+"""Makes the body of an error from the status, a text, and the seconds until a retry, if any. If the
+answer has the header Retry-After, its value is the same time, rounded up to whole seconds.
 """
 Observe = Callable[[str, int, float], None]
 """Called for each answer: the route's path template, the status, the seconds since the head."""

@@ -1,13 +1,14 @@
 """A receiver that passes a body on to another server while it arrives (cut-through).
 
 It stores no body: bytes go to the next socket at once, and while that one is full nothing more is
-read. What the socket did not take waits here: one piece of each body. Pieces are shorter if there
-are many bodies. They all arrive in one buffer, because it is free again after each piece.
+read. What the socket did not take is stored here: at most one piece of each body. Pieces are
+smaller if there are many bodies. All bodies arrive in one buffer, because it is free again after
+each piece.
 
 A body gets a connection to the other server when its first bytes have arrived, so that silent peers
-take none. From then on the other server decides which bodies are too slow: it knows whose they are.
-So the pool must allow as many connections as there can be bodies. If bodies had to wait for a
-connection, slow ones would keep out the others.
+use none. From then on the other server decides which bodies are too slow, because it knows whose
+they are. So the pool must allow as many connections as there can be bodies: if bodies had to wait
+for a connection, slow bodies would block the others.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Relay:
         self._answer = answer
         self._starter = bytearray()  # what arrived before `_upload` began
         self._upload: StreamedRequest | None = None
-        self._piece = memoryview(b"")  # where the present piece arrives
+        self._piece = memoryview(b"")  # where the current piece arrives
 
     def buffer(self, remaining: int) -> memoryview:
         self._piece = self._room()

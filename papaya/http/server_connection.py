@@ -503,7 +503,7 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     @staticmethod
     def _spread(least_s: float) -> float:
-        """Peers come back spread out in time, or they would all be refused again."""
+        """A random delay: peers that all came back at once would be refused again."""
         return random.uniform(least_s, 3 * least_s)
 
     def _send_refusal(self, status: int, body: bytes, headers: Headers) -> None:

@@ -194,7 +194,7 @@ class Door:
         self._selector.deliver(message, waiting)
 
     def _on_join(self, exchange: Exchange, body: bytes) -> None:
-        """The selector also hears when the aggregator has decided."""
+        """Also tell the selector when the aggregator has decided."""
         join = parse(Join, exchange, body)
         if isinstance(join, Join):
             decided = partial(self._selector.deliver, JoinDecided(join.ticket))

@@ -2,9 +2,9 @@
 
 None needs a token: they show counts and names of tasks, nothing that a device sent. /health answers
 503 while the state store fails, or blobs of a task held here cannot be read or written, because the
-server then makes no progress. It names the task and gives no reason, because the error of a disk or
-a bucket has paths and addresses: `papaya status` shows it, with a token. A restart would not help,
-so /live answers 200 whenever the process can answer at all.
+server then makes no progress. It names the task but gives no reason, because errors of disks and
+buckets contain paths and addresses; `papaya status`, which needs a token, shows the reason. A
+restart would not help, so /live answers 200 whenever the process can answer at all.
 """
 
 from __future__ import annotations

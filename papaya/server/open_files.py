@@ -40,7 +40,7 @@ def raise_limit() -> int:
 def connections_within(limit: int, wanted: int, shares: int) -> int:
     """Connections for each listener. One more share is for files that are being downloaded.
 
-    `shares`: one for each listener, and one if connections may need a second one to another server.
+    `shares`: one for each listener, and one if a connection may need a second, to another server.
     A listener has up to MAX_REFUSED further connections, which it answers with 503.
     """
     if limit < (least := least_files(shares)):
@@ -52,7 +52,7 @@ def connections_within(limit: int, wanted: int, shares: int) -> int:
 
 
 def least_files(shares: int) -> int:
-    """With fewer open files, a process does not start."""
+    """The lowest limit on open files with which a process starts."""
     return max(LEAST, RESERVED + shares * MAX_REFUSED + (shares + 1) * LEAST_EACH)
 
 

@@ -37,8 +37,8 @@ class WaitingDevice:
         observe: Callable[[Message], None] | None = None,
         decided: Callable[[], None] | None = None,
     ) -> None:
-        """`observe` gets each answer of this process. `decided` is called before any answer is
-        sent, also one of another server, except Retry.
+        """`observe` gets each answer that this process makes. `decided` is called before an answer
+        other than Retry is sent, no matter which server made it.
         """
         self._exchange = exchange
         self._observe = observe
@@ -91,7 +91,7 @@ def problem(
 ) -> bytes:
     """The message for an error of the HTTP layer: Retry or Refused, by status.
 
-    `retry_after_s`: when to retry; `retry_s` is for answers that do not say it.
+    `retry_after_s`: when to retry; if it is None, `retry_s` is used.
     """
     reason = text[:128]
     if status in _PASSING:

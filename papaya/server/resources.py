@@ -79,7 +79,7 @@ class Resources:
         """`name` is unique among the processes of one cluster.
 
         `observe` is called with the duration and the outcome of each transaction. `max_relays`: how
-        many bodies of devices can be on their way to other servers at a time.
+        many bodies of devices can be relayed to other servers at the same time.
         """
         resources = cls(deployment, certificates, clock)
         try:

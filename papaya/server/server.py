@@ -130,7 +130,7 @@ class Server:
             listeners = 1 + self._serves_devices + (not self._names.is_alone)
             most = connections_within(open_files, most, listeners + self._calls_for_devices)
         retry_s = retry_after_s(deployment.server.heartbeat_s)
-        # Few servers call this one, and a selector may have a connection for each device.
+        # One address may take all: a selector may need a connection for each of its devices.
         self._limits = ListenerLimits(
             max_connections=most, max_connections_per_address=most, retry_soon_s=retry_s
         )
@@ -138,7 +138,7 @@ class Server:
             each = connections_of_one_address(most)
         self._device_limits = structs.replace(self._limits, max_connections_per_address=each)
         self._listeners: list[Listener] = []
-        self._for_servers: Listener | None = None  # one of them; None if there is none
+        self._for_servers: Listener | None = None  # also in `_listeners`
         self._hooks: list[Webhook] = []
         self._background: list[asyncio.Task[None]] = []
         self._hosts: dict[Role, Host] = {}
@@ -346,8 +346,8 @@ class Server:
 
     @property
     def _calls_for_devices(self) -> bool:
-        """A device's connection may need a second one, to an aggregator: chunks are passed on, or
-        TLS is passed through.
+        """Whether a device's connection may need a second one, to an aggregator: to relay chunks,
+        or to pass TLS through.
         """
         relays = "selector" in self.roles and not self._names.is_alone
         return relays or self._passes_tls_through
@@ -487,8 +487,8 @@ class Server:
         return Uploads(shared.clock, shared.peers, None, self._aggregators, driver, has_room)
 
     def _has_room_for_relayed(self) -> bool:
-        """Chunks of slow devices leave connections for the messages of other servers: without
-        orders and reports, this server would be declared dead.
+        """Keeps some connections free for messages of other servers while slow devices send chunks:
+        without orders and reports, this server would be declared dead.
         """
         if self._for_servers is None:
             return True

@@ -128,7 +128,7 @@ class ArrivingChunk:
 class Uploads:
     """The chunk route of a listener. `selector` is None on an aggregator's own listener.
 
-    `has_room`: may the listener receive one more chunk?
+    `has_room`: whether the listener may receive one more chunk.
     """
 
     def __init__(

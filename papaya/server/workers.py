@@ -15,9 +15,9 @@ eight of one buffer in one call. Everything else runs alone in its lane, after a
     Step, DeleteBlobs    do not hold up folds
 
 Folds and steps of secure tasks call the TSA, which may not answer for a while. Each secure task has
-threads of its own for them, and one more for offers. So no other task waits: neither tasks in the
-clear nor those of another TSA. These threads start with the first work and end some time after the
-last.
+threads of its own for them, and one more for offers. So no other task waits, neither tasks in the
+clear nor tasks of another TSA. These threads start when there is work, and end when there has been
+none for a while.
 
 Writing a blob is retried until it succeeds, without blocking a thread. Delayed is delivered after
 each attempt that fails, and the result at the end. A missing blob or an unexpected error is
@@ -71,7 +71,7 @@ FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
 # Threads of one secure task. The TSA has one thread, so more of them would only wait for it.
 TSA_THREADS: Final = 4
-TSA_THREAD_LIFE_S = 10.0  # without work; it then ends
+TSA_THREAD_LIFE_S = 10.0  # a thread ends after this time without work
 
 HeavyWork = GetOffers | Forget | Keep | Fold | Snapshot | Restore | Step | Drop | DeleteBlobs
 
@@ -138,7 +138,7 @@ class LoneJob:
         self.unwritten: Sequence[tuple[BlobKey, bytes | Pieces]] = []
         self.is_computed = False
         self.began_at = 0.0
-        # What cannot be done for now, without details; empty if nothing has failed.
+        # Which blobs cannot be read or written, without details; empty if nothing has failed.
         self.problem = ""
 
     @property
@@ -217,7 +217,7 @@ class WorkOrder:
 
     @property
     def problem(self) -> str:
-        """What cannot be done for now, in some lane; empty if there is no problem."""
+        """The problem of the first lane that has one; empty if there is none."""
         lone = (lane.lone for lane in self._lanes.values())
         return next((job.problem for job in lone if job is not None and job.problem), "")
 
@@ -225,14 +225,15 @@ class WorkOrder:
         self._lanes.setdefault(task, _Lane()).waiting.append(given)
 
     def head(self, task: TaskId) -> tuple[Fold, UploadChunks] | LoneJob | None:
-        """The work of this task that is next."""
+        """The next work of this task."""
         lane = self._lanes.get(task)
         return lane.waiting[0] if lane is not None and lane.waiting else None
 
     def next(self, caller: TaskId | None) -> FoldJob | LoneJob | None:
         """A job that may run now, or None. Call `done` with it afterwards.
 
-        `caller`: the secure task whose TSA is called. None for work of any task without such calls.
+        `caller`: take only work of this secure task that calls the TSA. None: take work of any
+        task that does not call a TSA.
         """
         if caller is not None:
             found = self._lanes.get(caller)
@@ -259,7 +260,7 @@ class WorkOrder:
 
 
 class _Crew:
-    """Threads that take the same work. The workers' lock guards it."""
+    """A group of threads that take jobs from the same place. The workers' lock guards it."""
 
     def __init__(self, lock: RLock) -> None:
         self.changed = Condition(lock)  # there may be work
@@ -294,7 +295,7 @@ class Workers:
         self._clear = _Crew(self._lock)
         self._callers: dict[TaskId, _Crew] = {}
         self._callers_size = min(threads, TSA_THREADS)
-        # What to ask the TSA beside that, for each task that has a thread for it.
+        # Requests to the TSA that are no jobs, for each task whose thread for them is running.
         self._asked: dict[TaskId, deque[GetOffers | Forget]] = {}
         self._threads: list[Thread] = []
         self._lost: dict[TaskId, int] = {}
@@ -345,7 +346,7 @@ class Workers:
                     self._give(task, LoneJob(task, work))
 
     def _ask(self, work: GetOffers | Forget) -> None:
-        """On a thread of its own: only clients of the task wait for offers."""
+        """Use one thread per task: only clients of the same task wait for its offers."""
         task = work.config.task
         with self._lock:
             if task not in self._asked:
@@ -451,7 +452,7 @@ class Workers:
                 self._done(job)
 
     def _next(self, caller: TaskId | None) -> FoldJob | LoneJob | None:
-        """Wait for work. None: the thread ends."""
+        """Wait for work. None means that the thread has to end."""
         life_s = None if caller is None else TSA_THREAD_LIFE_S
         is_over = False
         with self._lock:
@@ -480,7 +481,7 @@ class Workers:
                 self._forget(work)
 
     def _next_asked(self, task: TaskId) -> GetOffers | Forget | None:
-        """None: the thread ends."""
+        """None means that the thread has to end."""
         with self._lock:
             if self._asked[task] and not self._is_stopped:
                 return self._asked[task].popleft()
@@ -489,7 +490,7 @@ class Workers:
             return None
 
     def _notify_waiting(self, task: TaskId) -> None:
-        """Work of this task that had to wait may run now. Without any, no thread is woken."""
+        """Work of this task that had to wait may run now. If there is none, wake no thread."""
         head = self._lanes.head(task)
         if head is not None:
             self._crew_for(task, head).changed.notify_all()
@@ -610,7 +611,7 @@ class Workers:
     def _will_try_again(self, job: LoneJob, error: OSError | OperatorError) -> bool:
         """Schedule a retry, unless the workers are closing; the job then has no result."""
         job.attempts += 1
-        # Only a step and a restore read, and before anything is written.
+        # Only steps and restores read blobs, and they read before they write.
         done = "written" if job.is_computed else "read"
         with self._lock:
             is_over = self._is_closing

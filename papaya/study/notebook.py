@@ -335,7 +335,7 @@ def _warn(texts: Iterable[str]) -> None:
 
 
 def _can_be_resumed(task: TaskLike) -> bool:
-    """Not if each call takes the task for another one: what it leaves would never be used."""
+    """False if each call would see a different task: a checkpoint could never be used."""
     return not isinstance(task, Task) or notebook_identity(task) == notebook_identity(task)
 
 

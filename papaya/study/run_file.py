@@ -90,8 +90,8 @@ def prepared_again(
 ) -> Prepared:
     """The workload of that run. `task` and `data` say where they are now, if not where they were.
 
-    The copy of the task file beside `path` is used if the original is gone or has changed, and so
-    are clients that the run saved there.
+    The copy of the task file beside `path` is used if the original is gone or has changed. So are
+    the clients that the run saved there.
     """
     spec = file.workload
     if spec.name == str(NO_FILE):
@@ -104,7 +104,7 @@ def prepared_again(
         spec = structs.replace(spec, name=task or _task_file(path, file))
     prepared = prepare(spec, file.run.recording_plan.cluster.population)
     if prepared.digest != file.run.data:
-        names = ("task file", "data", "number of judges or their examples", "way of training")
+        names = ("task file", "data", "number of judges or of held-out examples", "way of training")
         parts = (names, file.run.data.split("/"), prepared.digest.split("/"))
         differing = [name for name, old, new in zip_longest(*parts) if old != new]
         raise OperatorError(
@@ -136,8 +136,8 @@ def _data(path: Path, file: RunFile) -> str | None:
 def relocated(
     path: Path, file: RunFile, capacity: Path | None = None, availability: Path | None = None
 ) -> RunFile:
-    """The same run with its device traces where they are now; OperatorError if one has changed, is
-    not there, or was not used.
+    """The same run with the present paths of its device traces. Raises OperatorError if a trace has
+    changed or is missing, or if one is given that the run did not use.
     """
     plan = file.run.recording_plan
     population = plan.cluster.population
@@ -164,7 +164,7 @@ def _same_trace(
         return None
     if now is None and not Path(before.path).is_file():
         raise OperatorError(
-            f"the {field} of {path} is not at {before.path}",
+            f"the {field} of {path} is no longer at {before.path}",
             hint=f"say where it is: papaya simulate {option} FILE --rerun {path}",
         )
     found = TraceFile.of(now or Path(before.path))

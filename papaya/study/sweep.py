@@ -155,8 +155,8 @@ class Plan(Struct, frozen=True, kw_only=True):
             raise ConfigError.of(
                 "evaluations",
                 self.evaluations,
-                f"is too few for the target {self.target:g}: it is reached by an evaluated version "
-                "if the next two keep it",
+                f"is too few for the target {self.target:g}: a version reaches it only if the next "
+                "two evaluations confirm it",
                 f"use at least {_LEAST_FOR_TARGET} evaluations, or leave the target out",
             )
 
@@ -168,8 +168,8 @@ def updates_together(
     updates: int | None,
     hours: float | None,
 ) -> int | None:
-    """How many clients all runs of a sweep train; None if hours are the only limit. It is known
-    before the task is loaded, so equal runs in unlike words count twice.
+    """The number of client updates in all runs of a sweep; None if hours are the only limit. It is
+    computed before the task is loaded, so equal settings that are written differently count twice.
     """
     each = most_updates(updates, hours)
     if each == UNBOUNDED:
@@ -186,8 +186,8 @@ def updates_together(
 
 
 def learned_otherwise(plan: Plan, prepared: Prepared, folder: Path) -> str | None:
-    """What to tell if the folder has runs of this plan with the other kind of steps, which round
-    differently: `auto` may choose another kind for a larger sweep.
+    """A message if the folder has runs of this plan with the other kind of steps, which round
+    differently; else None. `auto` may choose another kind for a larger sweep.
     """
     is_compiled = prepared.digest.endswith(_COMPILED)
     here, there = ("compiled", "eager") if is_compiled else ("eager", "compiled")
@@ -199,8 +199,8 @@ def learned_otherwise(plan: Plan, prepared: Prepared, folder: Path) -> str | Non
     if not found:
         return None
     return (
-        f"{found:,} of {plural(len(runs), 'run')} in {folder} had {there} steps and will be "
-        f"repeated with {here} steps; to keep them, choose {there} steps (--steps {there})"
+        f"{found:,} of {plural(len(runs), 'run')} have results with {there} steps in {folder} and "
+        f"will be repeated with {here} steps; to keep them, choose {there} steps (--steps {there})"
     )
 
 
@@ -521,7 +521,7 @@ def _row(
 
 
 def _spread(values: Sequence[float]) -> float | None:
-    """One value says nothing about others."""
+    """The sample standard deviation; None for a single value."""
     return stdev(values) if len(values) > 1 else None
 
 

@@ -87,7 +87,7 @@ class Checks:
         )
         self.reader = LogReader(LogFolder(data / "log").fetch, self.policy.log_policy())
         self.reader.refresh(NOW)
-        # Of the quote, as a client reads it that does not verify its signature.
+        # From the quote, as read by a client that does not verify its signature.
         self.measured, self.bound = offered.evidence[112:144], offered.evidence[368:432]
 
     def failed(self) -> Iterator[str]:

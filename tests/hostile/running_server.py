@@ -96,7 +96,7 @@ class RunningServer:
         self._loop.close()
 
     def cut_off(self, node: str) -> None:
-        """From now on, messages and requests for this node are lost; it can send."""
+        """From now on, messages and requests for this node are lost; it can still send."""
         self._loop.call_soon_threadsafe(self._server._resources.peers.hosts.pop, node)
 
     def address(self, listener: str) -> tuple[str, int]:
@@ -252,7 +252,7 @@ class RunningRoles(RunningServer):
         self._roles[role] = server
 
     def address(self, listener: str) -> tuple[str, int]:
-        """Of the selector for devices, of the coordinator for operators."""
+        """Devices connect to the selector, operators to the coordinator."""
         role: Role = "selector" if listener == "devices" else "coordinator"
         return self.address_of(role, listener)
 

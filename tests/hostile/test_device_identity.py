@@ -79,7 +79,7 @@ def test_assignments_that_nobody_joins_leave_room_for_others(tmp_path: Path) -> 
 
 
 def test_joins_that_the_aggregator_does_not_get_leave_room_for_others(tmp_path: Path) -> None:
-    """Each join is answered Retry and its lease lasts, as while a task moves."""
+    """Each join is answered Retry and its lease lasts, as happens while a task moves."""
     with a_server(tmp_path) as server:
         server.submit(concurrency=6)
         accepted(server, "early")

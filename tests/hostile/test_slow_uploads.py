@@ -42,7 +42,7 @@ class SlowChunk:
     """A chunk that a device sends a few bytes at a time. It begins again when it is cut off."""
 
     def __init__(self, address: tuple[str, int], ticket: str, index: int, at_once: int) -> None:
-        """`at_once`: so many bytes are sent without delay."""
+        """`at_once`: the number of bytes that are sent without delay."""
         head = (
             f"PUT /v1/uploads/u/chunks/{index} HTTP/1.1\r\nHost: x\r\n"
             f"Content-Length: {CHUNK_BYTES}\r\n"
@@ -136,8 +136,8 @@ def test_slow_devices_do_not_delay_others_of_their_task_where_memory_is_short(
 def test_slow_devices_of_one_task_do_not_delay_another_task_behind_a_selector(
     tmp_path: Path,
 ) -> None:
-    """The selector has passed on the first bytes of two chunks of each. All of them reach the
-    aggregator, so that none of them is before the chunks of others in a queue.
+    """The selector passes on two chunks of each slow device. All of them reach the aggregator, so
+    chunks of other devices do not wait behind them in a queue.
     """
     with RunningRoles(tmp_path, server=SERVER) as server:
         submit(server, "words", SLOW)

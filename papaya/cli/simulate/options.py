@@ -166,8 +166,8 @@ def add_data(group: argparse._ArgumentGroup) -> None:
         "--held-out",
         type=whole(1),
         metavar="N",
-        help="maximum number of held-out examples per client on which versions are evaluated; the "
-        "weight of a client does not depend on it (default: 32)",
+        help="evaluate versions on at most N held-out examples per client; this does not change "
+        "the weight of a client (default: 32)",
     )
     group.add_argument(
         "--seconds-per-example",
@@ -180,7 +180,7 @@ def add_data(group: argparse._ArgumentGroup) -> None:
         "--steps",
         choices=("auto", "eager", "compiled"),
         help="how clients train: with PyTorch's operators, with compiled code (faster, needs a C++ "
-        "compiler, rounds differently), or auto: compiled from 20,000 client updates on (in "
+        "compiler, rounds differently), or auto: compiled from 20,000 client updates on (for "
         "all runs of a sweep together), if the task can be compiled",
     )
 

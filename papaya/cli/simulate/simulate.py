@@ -160,9 +160,9 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         type=Path,
         metavar="RUN.json",
         help="repeat the run of this file, which every run writes into its output folder (or name "
-        "the folder), and compare the numbers; TASK.py, --data, --capacity-trace and "
-        "--availability-trace say where they are now, if they were moved. Results go to the folder "
-        "`rerun` beside the file, unless --output names another",
+        "the folder), and compare the numbers. If the task file, the data or a trace was moved, "
+        "name it with TASK.py, --data, --capacity-trace or --availability-trace. Results go to the "
+        "folder `rerun` beside the file, unless --output names another",
     )
 
 

@@ -289,7 +289,7 @@ def _seen(points: Points, *, positive: bool) -> Points:
 
 
 def _gapped(points: Points, *, positive: bool) -> Points:
-    """A line is interrupted where a value cannot be drawn: nothing is known about this place."""
+    """Leave a gap in the line at each value that cannot be drawn, because it is unknown."""
     seen = dict(_seen(points, positive=positive))
     return [(x, seen.get(x, [math.nan])) for x, _ in points]
 

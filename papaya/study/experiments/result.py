@@ -1,11 +1,10 @@
 """What an experiment found, beside what the paper says.
 
-A *claim* is a statement of the paper with its number. One rule gives its verdict, the same for all
-claims (`PaperClaim.verdict`), which was written down before the runs to which it is applied. It
-changes no exit code. A *check* is
-about our method: if one fails, the numbers of its experiment are unreliable. A *finding* is any
-other number. Findings of kind *input* were calibrated to the paper or taken from it, so their
-agreement proves nothing. No outcome is hard-coded here.
+A *claim* is a statement of the paper with its number. One rule gives the verdicts on all claims
+(`PaperClaim.verdict`). It was written down before the runs to which it is applied. A verdict
+changes no exit code. A *check* is about our method: if one fails, the numbers of its experiment are
+unreliable. A *finding* is any other number. Findings of kind *input* were calibrated to the paper
+or taken from it, so their agreement proves nothing. No outcome is hard-coded here.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ _EPSILON: Final = 1e-5
 MOMENTS: Final = (0.0, 0.9)
 NEVER_H: Final = 1e6  # hours: longer than any run
 _MOST_STEPS: Final = 6  # by which a grid of rates may grow
-_HEAT: Final = 4  # rates that race at the same time, whatever the number of processes
+_HEAT: Final = 4  # rates that are tried at the same time, with any number of processes
 TUNING_SEED: Final = 1001  # tuning never sees a seed that is reported
 
 
@@ -254,7 +254,7 @@ RegimeName: TypeAlias = Literal["SyncFL", "AsyncFL"]
 
 
 class Reached(NamedTuple):
-    """When a run met the target; if it is not there, what it needs at least."""
+    """When a run met the target; if it did not, lower bounds (`is_there` is False)."""
 
     hours: float
     trips: float
@@ -554,8 +554,8 @@ def best_of(
     """The rates with the lowest mean score. A grid of several rates grows by one where the best is
     on its edge, by the factor between its neighbours, at most `_MOST_STEPS` times.
 
-    The score of runs with a target is the hours to it, so they race: as soon as one is there,
-    slower ones end. This does not change which is the best.
+    The score of runs with a target is the hours to it. When a rate has reached the target, later
+    runs end as soon as they are certain to be slower. This does not change which rate is the best.
     """
     every = sorted(grid)
     scores: dict[Rates, float] = {}
@@ -578,7 +578,7 @@ def _best_in(
     client: ClientSGD,
     scores: dict[Rates, float],
 ) -> Tuned:
-    """`scores` are those that are known; the others are added."""
+    """`scores` has the scores that are known; new ones are added to it."""
     last = len(grid) - 1
     # From the middle of the grid, where the best rate is likely, to its edges.
     outwards = sorted(range(len(grid)), key=lambda place: abs(2 * place - last))
@@ -593,13 +593,13 @@ def _best_in(
             found.setdefault(outcome.run.rates, []).append(score(outcome) if is_whole else math.inf)
         scores.update((chosen, fmean(each)) for chosen, each in found.items())
     ordered = [rates(rate, beta1, client) for beta1, rate in product(moments, grid)]
-    best_rates = min(ordered, key=lambda chosen: scores[chosen])  # the first of equals
+    best_rates = min(ordered, key=lambda chosen: scores[chosen])  # the first if several are equal
     is_on_edge = best_rates.optimizer.rate in (grid[0], grid[-1])
     return Tuned(best_rates, scores[best_rates], is_on_edge)
 
 
 def _racing(runs: list[Run], best_h: float) -> list[Run]:
-    """They end when their mean hours to the target are certain to be more than `best_h`."""
+    """The runs, each of which ends when their mean hours are certain to exceed `best_h`."""
     if best_h >= NEVER_H:
         return runs
     return [

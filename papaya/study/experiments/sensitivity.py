@@ -114,7 +114,8 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
                 "Intervals are over languages and data, along one recorded run. Chosen rates are "
                 "those of Table 1, and of the two protocols of the experiment on speedup, tuned "
                 f"with the {HEADLINE} dialect. The other learning claims are not repeated: trips, "
-                "other concurrencies, other percentiles, K, training curves, and all real text."
+                "other concurrencies, other percentiles, K, training curves, and everything on "
+                "real text."
             ),
         ),
     )

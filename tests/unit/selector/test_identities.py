@@ -107,7 +107,7 @@ def test_a_device_that_joins_may_check_in_again() -> None:
 
 
 def test_a_join_that_is_answered_retry_does_not_end_an_assignment() -> None:
-    """Its lease lasts, so a device could take any number of them while its task moves."""
+    """Its lease lasts, so a device could take any number of slots while its task moves."""
     selector = a_selector()
     given = with_open_assignments(selector)
     join(selector, given[0], "d1", is_decided=False)

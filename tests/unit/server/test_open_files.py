@@ -51,7 +51,7 @@ def test_one_address_takes_about_half_of_all_places(places: int, each: int) -> N
 
 @pytest.mark.parametrize(("shares", "least"), [(1, 512), (2, 512), (3, 576), (4, 672)])
 def test_a_process_that_may_open_too_little_is_refused(shares: int, least: int) -> None:
-    """It would take no connections, not even those of its operator."""
+    """It would accept no connections, not even those of its operator."""
     assert least_files(shares) == least
     assert connections_within(least, 20_000, shares) >= LEAST_EACH
     assert connections_within(least, 1, shares) == 1

@@ -330,7 +330,7 @@ def test_tasks_in_the_clear_never_wait_for_the_tsa() -> None:
 
 
 class FrozenTsa:
-    """Two TSAs: that of the task SECURE does not answer until it may, the other one does."""
+    """Two TSAs: the one of the task SECURE waits for `may_answer`, the other answers at once."""
 
     def __init__(self) -> None:
         self.asked, self.may_answer = Semaphore(0), Event()

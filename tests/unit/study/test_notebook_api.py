@@ -205,7 +205,7 @@ def test_a_run_of_clients_in_memory_can_be_repeated_from_a_moved_folder(
 
 
 def test_more_examples_of_a_client_are_held_out_on_request(tmp_path: Path) -> None:
-    """The last version is judged on all validation examples of a client, which has more than 32."""
+    """The last version is judged on `held_out` validation examples of a client, or on all."""
     one = [example for own in some_clients(30) for example in own]
     runs = {
         held_out: papaya.simulate(EXAMPLE, [one], held_out=held_out, **SMALL)

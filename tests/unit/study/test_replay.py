@@ -300,7 +300,7 @@ def test_a_replay_stops_when_its_target_is_kept() -> None:
 
 
 def test_a_replay_stops_when_its_target_cannot_be_reached_in_time() -> None:
-    """Versions are ten seconds apart. Version 2 might make version 1 the one that was there."""
+    """Versions are 10 s apart. Version 1 meets the target; version 3 shows that it is not kept."""
     for deadline_s, ends in ((5, 3), (25, 3), (30, 7), (1000, 7)):
         losses = Scripted(FALLING)
         curve = learn(a_trace(9, 4), losses, RATES, target=3.0, deadline_h=deadline_s / 3600)

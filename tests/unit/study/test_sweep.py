@@ -408,7 +408,7 @@ def test_runs_with_the_other_kind_of_steps_are_named(
     larger = structs.replace(SMALL, seeds=(1, 2))
     told = learned_otherwise(larger, compiled, folder)
     assert told is not None
-    assert told.startswith(f"{len(outcomes)} of 8 runs in {folder} had eager steps")
+    assert told.startswith(f"{len(outcomes)} of 8 runs have results with eager steps in {folder}")
     assert learned_otherwise(larger, prepared, folder) is None
     assert learned_otherwise(larger, compiled, tmp_path) is None
 

@@ -188,7 +188,7 @@ def test_a_target_between_two_judged_versions_is_met_between_them() -> None:
 
 
 def test_a_target_that_is_met_at_the_very_end_may_be_kept() -> None:
-    """Three judged versions show that it is kept, so a bound begins where it was met."""
+    """Only three judged versions show that it is kept, so the lower bound is where it was met."""
     assert met(a_curve(4.0, 3.5, 3.0, 2.0), 2.5) == Reached(2.5, 500.0, 25.0, is_there=False)
     assert met(a_curve(4.0, 3.5, 2.5, 2.0), 3.0) == Reached(1.5, 300.0, 15.0, is_there=False)
     assert met(a_curve(4.0, 2.0, 3.6, 3.5), 3.0) == Reached(3.0, 600, 30, is_there=False)
