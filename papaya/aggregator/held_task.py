@@ -328,7 +328,7 @@ class HeldTask:
 
     @property
     def _knows_awaited(self) -> bool:
-        """Have the rows been read? A delay comes after that, a halt may come before."""
+        """Whether the rows have been read: always before a delay, but not always before a halt."""
         return self.has_served or bool(self.delayed_because)
 
     @property

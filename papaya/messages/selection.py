@@ -105,7 +105,7 @@ class Gone(Message, frozen=True):
 
 
 class JoinDecided(Message, frozen=True):
-    """Sent by the driver when a join that the selector has passed on is answered, not with Retry.
+    """Sent by the driver when a join that the selector passed on gets an answer other than Retry.
 
     `ticket` is that of the join. After a Retry the slot stays reserved for the client.
     """

@@ -10,7 +10,7 @@ another selector.
 
 A device whose token identifies it holds one check-in at a time, and at most
 `MAX_OPEN_ASSIGNMENTS` that it has not joined: nobody can take all slots by never joining. A join
-counts when it is answered, but not with Retry: until then the slot stays reserved.
+counts once it gets an answer other than Retry; until then the slot stays reserved.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Selector:
         return effects + self._on_check_in(now, message.check_in, reply_to, device)
 
     def _on_join_decided(self, message: JoinDecided) -> Effects:
-        """The assignment is no longer open. Not if the ticket is forged: its lease would stay."""
+        """End the open assignment, unless the ticket is forged: then the slot stays reserved."""
         if self._open:
             with suppress(TicketError):
                 self._open.end(self._keyring.open(message.ticket, AssignmentTicket).session)

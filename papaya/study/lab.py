@@ -234,7 +234,7 @@ def _read(folder: Path, run: Run) -> RunResult | None:
 
 
 def is_kept(folder: Path, run: Run) -> bool:
-    """Whether the folder has a result of this run."""
+    """Whether the folder has the result of this run."""
     return (folder / _path(run)).exists()
 
 

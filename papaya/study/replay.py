@@ -160,8 +160,8 @@ class Curve(Struct, frozen=True):
 class Judging:
     """Judges version 0, the last, and `evaluations` versions in between, as they come.
 
-    It is over early when `target` is reached and kept, when it cannot be reached by the deadline
-    any more, or when a loss is not finite.
+    It ends early when `target` is reached and kept, when the target can no longer be reached by
+    the deadline, or when a loss is not finite.
     """
 
     def __init__(
@@ -188,8 +188,8 @@ class Judging:
 
     @property
     def _is_too_late(self) -> bool:
-        """The last point is past the deadline, and no point can still become the one at which the
-        target was reached before (`Curve.reached`).
+        """The last point is past the deadline, and none of the last points meets the target. So
+        later points cannot show that one of these reached it (`Curve.reached`).
         """
         if self._target is None or not self.points or self.points[-1].hours <= self._deadline_h:
             return False
@@ -250,8 +250,8 @@ def learn(
     resumed: Callable[[int, int], None] = lambda trained, judged: None,
     rounding: bool = True,
 ) -> Curve:
-    """Replay the trace, or until version `until`, or until `target` is reached and kept, or until
-    it is certain that it is not reached in `deadline_h` hours.
+    """Replay the trace to its end, or until version `until`, or until `target` is reached and
+    kept, or until it is certain that the target is not reached within `deadline_h` hours.
 
     Judged are version 0, the last, and `evaluations` versions in between; `judged` is called with
     each of them. `progress` is called with the numbers of clients that are trained and of versions

@@ -97,7 +97,7 @@ def require_target(loss: float | None) -> None:
 class Run(Struct, frozen=True, kw_only=True):
     """What is learnt along a recording, from at most so many counted updates (recording goes on to
     the end of a minute). `data` names the model and its data by their content. A run ends early
-    when it has reached its `target`, or cannot reach it in `deadline_h` hours any more. `copies`:
+    when it has reached its `target`, or can no longer reach it within `deadline_h` hours. `copies`:
     as many devices stand in place of each recorded one (`Trace.repeated`). `curve_only`: nothing
     but the curve and the norms of updates is computed, which is cheaper.
     """

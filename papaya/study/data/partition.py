@@ -1,7 +1,8 @@
 """Partitions: which client gets which row of a table.
 
-    ByColumn       each value of a column is a client: users, devices, hospitals; refused are a row
-                   without a value, and values like 1 and "1" that would be clients of one name
+    ByColumn       each value of a column is a client: users, devices, hospitals; rows without a
+                   value are refused, and values like 1 and "1", which would be two clients with
+                   the same name
     Dirichlet      label skew: the rows of each label are shared out by Dirichlet(alpha) weights
                    over the clients (Yurochkin et al. 2019; small alpha: few labels per client)
     LabelShards    label skew: rows sorted by label, cut into equal shards, some for each client
@@ -135,8 +136,8 @@ def _by_column(partition: ByColumn, table: _Table) -> Iterator[tuple[str, list[i
             kinds = " and as ".join(type(alike).__name__ for alike in (named[name], value))
             raise OperatorError(
                 f"{table.name}: the column {partition.column!r} has {name} as {kinds}, which would "
-                "be two clients of one name",
-                hint="convert the column to one type, for example to texts",
+                "be two clients with the same name",
+                hint="convert the column to one type, for example to text",
             )
         named[name] = value
         yield name, rows
@@ -197,7 +198,7 @@ def _grouped(values: Sequence[Any]) -> dict[Hashable, list[int]]:
 
 
 def _plain_column(table: _Table, name: str) -> Sequence[Any]:
-    """Refuses lists, structs and arrays, which are neither clients nor labels."""
+    """Refuses lists, structs and arrays, which cannot name clients or labels."""
     values = table.column(name)
     for row, value in enumerate(values):
         try:
@@ -205,7 +206,7 @@ def _plain_column(table: _Table, name: str) -> Sequence[Any]:
         except TypeError as error:
             raise OperatorError(
                 f"{table.name}: {table.place(row)} has the {type(value).__name__} "
-                f"{str(value)[:40]} in the column {name!r}, which names a client or a label",
+                f"{str(value)[:40]} in the column {name!r}, which has to name clients or labels",
                 hint="use a column of numbers or texts",
             ) from error
     return values

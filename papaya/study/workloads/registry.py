@@ -58,7 +58,7 @@ _RATES: Final = Rates(
 _CONCURRENCY: Final = 130
 MOST_JUDGES: Final = 400
 WORTH_COMPILING: Final = 20_000  # client updates
-HELD_OUT: Final = 32  # examples of a client: its loss weighs by its volume all the same
+HELD_OUT: Final = 32  # examples per client, which do not change the client's weight
 _TRACED_EXAMPLES: Final = 8
 _JUDGE: Final = 131  # apart from the quantities of `Population` and of other workloads
 
@@ -110,8 +110,8 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def chosen_steps(steps: Steps, updates: int | None, ray: str | None) -> Steps:
-    """What `auto` means for `updates` client updates, of a run or of all runs of a sweep; None: a
-    run ends by the default number, or by hours only, and then nobody knows how many there will be.
+    """What `auto` means for `updates` client updates, of a run or of all runs of a sweep. None: the
+    number is unknown, because a run ends after the default number of updates, or after some hours.
 
     Few updates take less time with eager steps than a compilation does. Compiled steps are code
     for this machine and not for a cluster.
@@ -121,13 +121,13 @@ def chosen_steps(steps: Steps, updates: int | None, ray: str | None) -> Steps:
 
 
 def eager_because_of_ray(steps: Steps, updates: int | None, ray: str | None) -> str | None:
-    """What to tell if `auto` would compile without Ray: the numbers are not the same then."""
+    """A message if `auto` would compile without Ray, because numbers would differ; else None."""
     if chosen_steps(steps, updates, ray) == chosen_steps(steps, updates, None):
         return None
     return (
-        "eager steps, because compiled ones are code for this machine and not for a Ray cluster; "
-        "without Ray, auto would try compiled ones, which round differently: choose eager steps "
-        "(--steps eager) to get the same numbers there"
+        "using eager steps, because compiled steps are code for this machine and not for a Ray "
+        "cluster; without Ray, auto would try compiled steps, which round differently: to get the "
+        "same numbers there, choose eager steps (--steps eager)"
     )
 
 
