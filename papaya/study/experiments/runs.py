@@ -193,8 +193,7 @@ def learning(
 ) -> Run:
     """Learn along the whole recording, or from at most `updates`: so that experiments share runs,
     targets are looked for in the curve. A run that serves one search alone ends at its `target`.
-    `language` is the seed of the language and of everybody's
-    data, the plan's own unless given.
+    `language` is the seed of the language and of everybody's data, the plan's own unless given.
     """
     return Run(
         recording_plan=plan,
@@ -584,8 +583,10 @@ def _best_in(
     outwards = sorted(range(len(grid)), key=lambda place: abs(2 * place - last))
     wanted = [rates(grid[place], beta1, client) for place, beta1 in product(outwards, moments)]
     missing = [chosen for chosen in wanted if chosen not in scores]
+    is_race = bool(missing) and any(run.target is not None for run in runs(missing[0]))
     while missing:
-        heat, missing = missing[:_HEAT], missing[_HEAT:]
+        count = _HEAT if is_race else len(missing)
+        heat, missing = missing[:count], missing[count:]
         best_h = min(scores.values(), default=math.inf)
         found: dict[Rates, list[float]] = {}
         for outcome in lab.learn([run for chosen in heat for run in _racing(runs(chosen), best_h)]):
