@@ -147,6 +147,8 @@ class HeldTask:
         self._tokens = tokens
         # The token of the read that loads the task.
         self._read_token = 0
+        # The rows have been read at least once, so it is known how many clients are awaited.
+        self._has_rows = False
         # Deadlines are swept at most once per interval.
         self._swept_at = 0.0
         self._sweep_s = server.heartbeat_s / 20
@@ -193,6 +195,7 @@ class HeldTask:
             self.offers.on_loaded(self.pipeline)
         self.revisions = Revisions(self.pipeline, self._server)
         self.slots.load(self.pipeline)
+        self._has_rows = True
         self.endings.load(self.pipeline, self.revisions)
         self.queue.load(self.pipeline, self.revisions, self.offers)
         self.participants.load(self.pipeline, self.revisions)
@@ -322,14 +325,9 @@ class HeldTask:
             joined=slots.confirmations.name_in(number),
             version=self.ledger.version if self.has_served else 0,
             drained=self.is_drained,
-            awaited=slots.awaited if self._knows_awaited and is_adopting else 0,
+            awaited=slots.awaited if self._has_rows and is_adopting else 0,
             endings=tuple((name, n) for name, n in self.counters.items() if is_reported(name)),
         )
-
-    @property
-    def _knows_awaited(self) -> bool:
-        """Whether the rows have been read: always before a delay, but not always before a halt."""
-        return self.has_served or bool(self.delayed_because)
 
     @property
     def problem(self) -> str:

@@ -1,10 +1,11 @@
 """/live, /health and /metrics, on the admin listener of every role.
 
 None needs a token: they show counts and names of tasks, nothing that a device sent. /health answers
-503 while the state store fails, or blobs of a task held here cannot be read or written, because the
-server then makes no progress. It names the task but gives no reason, because errors of disks and
-buckets contain paths and addresses; `papaya status`, which needs a token, shows the reason. A
-restart would not help, so /live answers 200 whenever the process can answer at all.
+503 while the state store fails, because the server then makes no progress. A restart would not
+help, so /live answers 200 whenever the process can answer at all. If only the blobs of a task held
+here cannot be read or written, /health answers 200 and names the task: other tasks go on, and
+operators have to reach the server. It gives no reason, because errors of disks and buckets contain
+paths and addresses; `papaya status`, which needs a token, shows the reason.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Health:
     def _on_health(self, exchange: Exchange, body: bytes) -> None:
         nodes = [host.machine.node for host in self._hosts]
         health = {"papaya": __version__, "nodes": nodes, "problem": self._problem}
-        exchange.answer(503 if self._problem else 200, msgspec.json.encode(health))
+        exchange.answer(503 if self._state.problem else 200, msgspec.json.encode(health))
 
     @property
     def _problem(self) -> str:

@@ -69,6 +69,7 @@ logger = logging.getLogger("papaya.workers")
 TOGETHER: Final = 8  # streams that the compiled kernel reads at once
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
+_MAX_REASON: Final = 256  # characters of an error that are reported
 # Threads of one secure task. The TSA has one thread, so more of them would only wait for it.
 TSA_THREADS: Final = 4
 TSA_THREAD_LIFE_S = 10.0  # a thread ends after this time without work
@@ -619,7 +620,7 @@ class Workers:
         self._complain(job, error, "giving up, the server is stopping" if is_over else "will retry")
         if not is_over:
             if job.seq is not None:
-                reason = f"blobs cannot be {done}: {error}"
+                reason = f"blobs cannot be {done}: {error}"[:_MAX_REASON]
                 self._call(self._deliver_all, [Delayed(job.task, job.seq, reason)])
             self._call(self._try_later, job)
         return not is_over

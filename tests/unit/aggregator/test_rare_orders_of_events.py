@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from papaya.aggregator.held_task import TaskPhase
-from papaya.aggregator.work import Delayed, Fold, Restore, Snapshot, Step, StepFailed
+from papaya.aggregator.work import Delayed, Fold, Lost, Restore, Snapshot, Step, StepFailed
 from papaya.machine import Read, Transact
 from papaya.messages.base import SessionId
 from papaya.messages.control import Drain
@@ -155,6 +155,19 @@ def test_a_task_that_cannot_be_loaded_is_reported_with_the_clients_of_earlier_ho
     second.release()
     world.pass_s(10)
     assert second.last_report().halted == ""
+
+
+def test_a_task_that_halts_before_it_is_served_is_reported_with_those_clients_too() -> None:
+    world = World(an_async_task(2))
+    world.place(world.start())
+    second = world.start("agg-2")
+    second.hold(Restore)
+    world.place(second, active=3)
+    second.receive(Lost("words", 2, "a blob is missing"))
+    world.pass_s(10)
+    report = second.last_report()
+    assert report.halted
+    assert report.awaited == 3
 
 
 def test_a_task_that_cannot_be_loaded_may_leave_a_process_that_stops() -> None:
