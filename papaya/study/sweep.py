@@ -189,6 +189,8 @@ def learned_otherwise(plan: Plan, prepared: Prepared, folder: Path) -> str | Non
     """A message if the folder has runs of this plan with the other kind of steps, which round
     differently; else None. `auto` may choose another kind for a larger sweep.
     """
+    if not (folder / "runs").is_dir():
+        return None
     is_compiled = prepared.digest.endswith(_COMPILED)
     here, there = ("compiled", "eager") if is_compiled else ("eager", "compiled")
     plain = prepared.digest.removesuffix(_COMPILED)
