@@ -58,7 +58,14 @@ from papaya.http.proxy_protocol import LOCAL_HEADER
 from papaya.secagg.parameters import PublicParameters
 from papaya.server.admin.views import SystemStatus
 from papaya.server.certificates import Certificates
-from papaya.server.open_files import connections_within, least_files, raise_limit
+from papaya.server.node_names import is_alone
+from papaya.server.open_files import (
+    connections_within,
+    least_files,
+    listeners_of,
+    raise_limit,
+    shares_of,
+)
 from papaya.server.public_log import newest_checkpoint
 from papaya.server.resources import open_bucket
 from papaya.server.tsa import child_address
@@ -76,12 +83,6 @@ _RENEW_DAYS = 14
 _COLLATERAL_DAYS = 30  # how long Intel's collateral is valid
 _FREE_SHARE = 0.1
 _CONNECT_S = 3.0
-_LISTENERS: dict[Role | None, tuple[str, ...]] = {
-    None: ("devices", "admin"),
-    "coordinator": ("servers", "admin"),
-    "selector": ("devices", "servers", "admin"),
-    "aggregator": ("servers", "admin"),
-}
 _AUTHORITY = "set tls_authority to the PEM file of the certificate authority"
 _SIGNS = {"good": "ok", "warning": "WARNING", "problem": "PROBLEM"}
 
@@ -176,6 +177,10 @@ def examine(options: DoctorOptions) -> Iterator[Diagnosis]:
             yield Diagnosis(subject, "problem", f"a file is damaged: {error}", hint)
 
 
+def _roles(role: Role | None) -> tuple[Role, ...]:
+    return ROLES if role is None else (role,)
+
+
 def _lines(findings: list[Diagnosis]) -> Iterator[str]:
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
@@ -257,7 +262,7 @@ def _blobs(deployment: Deployment) -> Iterator[Diagnosis]:
 def _open_files(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis]:
     limit, wanted = raise_limit(), deployment.max_connections
     hint = "ulimit -n 65536, or LimitNOFILE=65536 in the systemd unit of the server"
-    shares = _shares(role, deployment)
+    shares = shares_of(_roles(role), deployment)
     if limit < (least := least_files(shares)):
         text = f"the limit is {limit} files, but this server needs {least}"
         yield Diagnosis("open files", "problem", text, hint)
@@ -277,12 +282,11 @@ def _certificates(role: Role | None, deployment: Deployment) -> Iterator[Diagnos
         hint = "set tls_certificate and tls_key, or terminate TLS in a proxy on this machine"
         yield Diagnosis("certificate", "warning", text, hint)
     host = None
-    if role is not None or deployment.coordinators:
+    if not is_alone(_roles(role), deployment):
         host, _ = address("servers", deployment.announce or deployment.servers)
     if why := unnamed_host(deployment, host):
         yield Diagnosis("certificate", "problem", why, UNNAMED_HINT)
-    roles = ROLES if role is None else (role,)
-    for setting, expires_at in Certificates(deployment, roles, host).expiry.items():
+    for setting, expires_at in Certificates(deployment, _roles(role), host).expiry.items():
         days = (expires_at - time.time()) / _DAY_S
         text = f"{setting} {getattr(deployment, setting)} expires in {days:.0f} days"
         if days < _RENEW_DAYS:
@@ -291,22 +295,8 @@ def _certificates(role: Role | None, deployment: Deployment) -> Iterator[Diagnos
             yield Diagnosis("certificate", "good", text)
 
 
-def _listening(role: Role | None, deployment: Deployment) -> tuple[str, ...]:
-    """The settings of the addresses that a process of this role listens on."""
-    names = _LISTENERS[role]
-    return ("devices", *names) if role == "aggregator" and deployment.upload_url else names
-
-
-def _shares(role: Role | None, deployment: Deployment) -> int:
-    """Parts of the open files: one for each listener, and one for a selector's connections to
-    aggregators.
-    """
-    passes_on = role == "selector" or (role is None and bool(deployment.upload_routes))
-    return len(_listening(role, deployment)) + passes_on
-
-
 def _listeners(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis]:
-    for name in _listening(role, deployment):
+    for name in listeners_of(_roles(role), deployment):
         configured = getattr(deployment, name)
         host, port = address(name, configured)
         if port == 0:

@@ -21,6 +21,11 @@ logger = logging.getLogger("papaya.server")
 _ANY_ADDRESS = ("0.0.0.0", "::")
 
 
+def is_alone(roles: tuple[Role, ...], deployment: Deployment) -> bool:
+    """Whether a process with these roles is a whole system, which no other server calls."""
+    return roles == ROLES and not deployment.coordinators
+
+
 class NodeNames:
     """The names of one process, and those of the coordinators."""
 
@@ -31,8 +36,7 @@ class NodeNames:
         self._deployment = deployment
         self._roles = roles
         self._addresses = addresses
-        # All roles are in this process.
-        self.is_alone = roles == ROLES and not deployment.coordinators
+        self.is_alone = is_alone(roles, deployment)
 
     @property
     def process(self) -> str:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import logging
 import resource
 
+from papaya.config import Deployment
+from papaya.config.deployment import Role
 from papaya.errors import OperatorError
 from papaya.http.acceptor import MAX_REFUSED
+from papaya.server.node_names import is_alone
 
 logger = logging.getLogger("papaya.server")
 
@@ -37,10 +40,30 @@ def raise_limit() -> int:
     return soft
 
 
+def listeners_of(roles: tuple[Role, ...], deployment: Deployment) -> tuple[str, ...]:
+    """The listeners of a process with these roles, by the settings of their addresses.
+
+    A selector serves devices, and so does an aggregator to which devices may upload directly.
+    """
+    takes_uploads = "aggregator" in roles and bool(deployment.upload_url)
+    devices = ("devices",) if "selector" in roles or takes_uploads else ()
+    servers = () if is_alone(roles, deployment) else ("servers",)
+    return (*devices, *servers, "admin")
+
+
+def shares_of(roles: tuple[Role, ...], deployment: Deployment) -> int:
+    """Parts of the open files of a process with these roles: one for each listener, and one if a
+    device's connection may need a second one, to an aggregator: to relay chunks, or to pass TLS
+    through.
+    """
+    calls = not is_alone(roles, deployment) or bool(deployment.upload_routes)
+    return len(listeners_of(roles, deployment)) + ("selector" in roles and calls)
+
+
 def connections_within(limit: int, wanted: int, shares: int) -> int:
     """Connections for each listener. One more share is for files that are being downloaded.
 
-    `shares`: one for each listener, and one if a connection may need a second, to another server.
+    `shares`: see `shares_of`.
     A listener has up to MAX_REFUSED further connections, which it answers with 503.
     """
     if limit < (least := least_files(shares)):

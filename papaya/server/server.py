@@ -86,7 +86,12 @@ from papaya.server.metrics import (
     watch_process,
 )
 from papaya.server.node_names import NodeNames
-from papaya.server.open_files import connections_of_one_address, connections_within
+from papaya.server.open_files import (
+    connections_of_one_address,
+    connections_within,
+    listeners_of,
+    shares_of,
+)
 from papaya.server.peers import message_route
 from papaya.server.replies import STARTING, WaitingDevice, blame_peer, problem, retry_after_s
 from papaya.server.resources import Resources
@@ -127,8 +132,7 @@ class Server:
         self._names = NodeNames(deployment, roles, self.addresses)
         most = deployment.max_connections
         if open_files is not None:
-            listeners = 1 + self._serves_devices + (not self._names.is_alone)
-            most = connections_within(open_files, most, listeners + self._calls_for_devices)
+            most = connections_within(open_files, most, shares_of(roles, deployment))
         retry_s = retry_after_s(deployment.server.heartbeat_s)
         # One address may take all: a selector may need a connection for each of its devices.
         self._limits = ListenerLimits(
@@ -335,22 +339,8 @@ class Server:
     # -- roles --------------------------------------------------------------------------------
 
     @property
-    def _serves_devices(self) -> bool:
-        """A selector does, and an aggregator to which devices may upload themselves."""
-        takes_uploads = "aggregator" in self.roles and bool(self.deployment.upload_url)
-        return "selector" in self.roles or takes_uploads
-
-    @property
     def _passes_tls_through(self) -> bool:
         return "selector" in self.roles and bool(self.deployment.upload_routes)
-
-    @property
-    def _calls_for_devices(self) -> bool:
-        """Whether a device's connection may need a second one, to an aggregator: to relay chunks,
-        or to pass TLS through.
-        """
-        relays = "selector" in self.roles and not self._names.is_alone
-        return relays or self._passes_tls_through
 
     def _make_host(self, role: Role, boot: int) -> Host:
         shared, server = self._resources, self.deployment.server
@@ -440,7 +430,7 @@ class Server:
         return listening
 
     async def _open_doors(self) -> None:
-        if self._serves_devices:
+        if "devices" in listeners_of(self.roles, self.deployment):
             is_selector = "selector" in self.roles
             routes = self._devices_routes() if is_selector else self._direct_upload_routes()
             where, proxies = self.deployment.devices, self.deployment.proxies

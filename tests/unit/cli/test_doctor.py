@@ -14,9 +14,11 @@ import pytest
 from papaya.cli import doctor
 from papaya.cli.doctor import DoctorOptions, _evidence, _open_files, running_tasks
 from papaya.config import Deployment
+from papaya.config.deployment import ROLES
 from papaya.messages.storage import TaskState
 from papaya.server.admin.views import SystemStatus, TaskView
 from papaya.server.open_files import connections_within, least_files
+from papaya.server.server import Server
 
 
 def a_view(task: str, state: TaskState, evaluates: str = "") -> TaskView:
@@ -94,6 +96,9 @@ def test_the_limit_on_open_files_is_shared_by_all_listeners(
         ("aggregator", {}, 2),
         ("aggregator", {"upload_url": "https://up.example"}, 3),
         (None, {}, 2),
+        (None, passing, 3),
+        (None, {"coordinators": ("127.0.0.1:8752",)}, 4),
+        (None, {"coordinators": ("127.0.0.1:8752",), **passing}, 4),
     ):
         deployment = Deployment(**settings)
         wanted = deployment.max_connections
@@ -101,3 +106,6 @@ def test_the_limit_on_open_files_is_shared_by_all_listeners(
         [found] = _open_files(role, deployment)  # type: ignore[arg-type]
         assert found.grade == ("good" if given == wanted else "warning")
         assert given == wanted or f"each listener takes {given:,}" in found.text
+        roles = ROLES if role is None else (role,)
+        server = Server(deployment, roles, open_files=20_000)  # type: ignore[arg-type]
+        assert server._limits.max_connections == given
