@@ -5,6 +5,8 @@ They bound what a slow, silent or greedy peer can take from the others.
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 
 MAX_HEADERS = 64
@@ -31,8 +33,13 @@ class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True):
     linger_bytes: int = 8 << 20
     sweep_s: float = 1.0
     # The Retry-After of a 503 is random, between one and three times as long.
-    retry_after_s: int = 5  # for connections over a limit
+    retry_after_s: int = 5  # over a limit: for connections, and for chunks that selectors relay
     retry_soon_s: float = 1.0  # for requests, mostly because another server cannot be reached
+
+
+def spread(least_s: float) -> float:
+    """A random delay: peers that all came back at once would be refused again."""
+    return random.uniform(least_s, 3 * least_s)
 
 
 class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,6 @@ import asyncio
 import fcntl
 import math
 import os
-import random
 import sys
 import termios
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from papaya.http.connection_state import TRANSITIONS, ConnectionState, RequestPr
 from papaya.http.errors import HttpError, MisuseError
 from papaya.http.exchange import Exchange, Headers, as_refusal, has_body, log, render_head
 from papaya.http.head import END_OF_HEAD, RequestHead, check_partial, parse_request
+from papaya.http.limits import spread
 from papaya.http.routes import UNKNOWN_ROUTE, Buffered, Receiver, end_receiver
 from papaya.http.tls import NO_CERTIFICATE
 
@@ -228,7 +228,7 @@ class ServerConnection(asyncio.BufferedProtocol):
     ) -> None:
         retry_s: float | None = None
         if status == 503 and all(name.lower() != "retry-after" for name, _ in headers):
-            retry_s = self._spread(self._listener.limits.retry_soon_s)
+            retry_s = spread(self._listener.limits.retry_soon_s)
             headers = (*headers, ("Retry-After", str(math.ceil(retry_s))))
         body = self._listener.problem(status, text, retry_s)
         head = render_head(status, len(body), headers, "application/json")
@@ -497,14 +497,9 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def _refuse_for_now(self, text: str) -> None:
         """Answers 503."""
-        retry_s = math.ceil(self._spread(self._listener.limits.retry_after_s))
+        retry_s = math.ceil(spread(self._listener.limits.retry_after_s))
         body = self._listener.problem(503, text, retry_s)
         self._send_refusal(503, body, (("Retry-After", str(retry_s)),))
-
-    @staticmethod
-    def _spread(least_s: float) -> float:
-        """A random delay: peers that all came back at once would be refused again."""
-        return random.uniform(least_s, 3 * least_s)
 
     def _send_refusal(self, status: int, body: bytes, headers: Headers) -> None:
         head = render_head(status, len(body), headers, "application/json")

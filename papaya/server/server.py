@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
@@ -142,7 +142,6 @@ class Server:
             each = connections_of_one_address(most)
         self._device_limits = structs.replace(self._limits, max_connections_per_address=each)
         self._listeners: list[Listener] = []
-        self._for_servers: Listener | None = None  # also in `_listeners`
         self._hooks: list[Webhook] = []
         self._background: list[asyncio.Task[None]] = []
         self._hosts: dict[Role, Host] = {}
@@ -178,8 +177,7 @@ class Server:
             listeners.append(self._events.offer)
             self._operations = Health(metrics, self._resources.clock.now, self._resources.state)
             if not self._names.is_alone:
-                routes = self._servers_routes()
-                self._for_servers = await self._listen("servers", self.deployment.servers, routes)
+                await self._listen("servers", self.deployment.servers, self._servers_routes())
             formats = Formats()
             formats.check(await self._resources.state.read(Formats.prefixes))
             boots = Boots(self._resources.state)
@@ -404,7 +402,7 @@ class Server:
         limits: ListenerLimits | None = None,
         proxies: tuple[str, ...] = (),
         passthrough: Passthrough | None = None,
-    ) -> Listener:
+    ) -> None:
         host, port = address(name, where)
         certificates = self._resources.certificates
         retry_s = retry_after_s(self.deployment.server.heartbeat_s)
@@ -427,7 +425,6 @@ class Server:
         self._operations.watch_listener(name, listening)
         shown = f"[{host}]" if ":" in host else host
         self.addresses[name] = f"{shown}:{listening.port}"
-        return listening
 
     async def _open_doors(self) -> None:
         if "devices" in listeners_of(self.roles, self.deployment):
@@ -471,18 +468,10 @@ class Server:
         self._operations.driver.registry.register(PassthroughCollector(passthrough))
         return passthrough
 
-    def _own_uploads(self, has_room: Callable[[], bool] = lambda: True) -> Uploads:
+    def _own_uploads(self, limits: ListenerLimits | None = None) -> Uploads:
         """Chunks for the aggregator of this process."""
         shared, driver = self._resources, self._operations.driver
-        return Uploads(shared.clock, shared.peers, None, self._aggregators, driver, has_room)
-
-    def _has_room_for_relayed(self) -> bool:
-        """Keeps some connections free for messages of other servers while slow devices send chunks:
-        without orders and reports, this server would be declared dead.
-        """
-        if self._for_servers is None:
-            return True
-        return self._for_servers.connections <= self._limits.max_connections * 3 // 4
+        return Uploads(shared.clock, shared.peers, None, self._aggregators, driver, limits)
 
     @property
     def _log(self) -> Path:
@@ -582,7 +571,7 @@ class Server:
         own = [message_route(shared.peers, checks_roles=checks_roles)]
         routes = guarded(own, secret, refusal)
         if "aggregator" in self.roles:
-            chunks = self._own_uploads(self._has_room_for_relayed).route()
+            chunks = self._own_uploads(self._limits).route()
             passed_on = [*participation_routes(self._to_aggregator), chunks]
             role = "selector" if checks_roles else ""
             routes += guarded(passed_on, secret, refusal, role)

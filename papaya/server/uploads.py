@@ -22,6 +22,7 @@ from papaya.config.server import MAX_CHUNK_BYTES
 from papaya.errors import ProtocolError
 from papaya.http.client_connection import Response
 from papaya.http.exchange import Exchange
+from papaya.http.limits import ListenerLimits, spread
 from papaya.http.relay import Relays
 from papaya.http.routes import Receiver, Streamed
 from papaya.machine import Forward, Reply
@@ -58,7 +59,9 @@ class ArrivingChunk:
         offer: ChunkOffer,
         crc32: int,
         waiting: WaitingDevice,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
+        """`ended` is called once, when nothing more is received."""
         self._host = host
         self._owner = owner
         # Where the next bytes go. Shorter than the chunk until it has grown.
@@ -66,6 +69,7 @@ class ArrivingChunk:
         self._offer = offer
         self._crc32 = crc32
         self._waiting = waiting
+        self._ended = ended
         # Bytes received so far, those that the machine knows of, and when it was told.
         self._count = 0
         self._told = 0
@@ -104,6 +108,7 @@ class ArrivingChunk:
         self._host.pool.give_back(starter)
 
     def finished(self) -> None:
+        self._ended()
         self._host.arrivals.remove(self._owner, self)
         offer = self._offer
         data = self._buffer[: offer.length]
@@ -112,6 +117,7 @@ class ArrivingChunk:
         self._host.take(chunk, self._buffer, self._waiting)
 
     def broken(self) -> None:
+        self._ended()
         self._host.arrivals.remove(self._owner, self)
         self._host.pool.give_back(self._buffer)
 
@@ -128,7 +134,9 @@ class ArrivingChunk:
 class Uploads:
     """The chunk route of a listener. `selector` is None on an aggregator's own listener.
 
-    `has_room`: whether the listener may receive one more chunk.
+    `limits`: those of the aggregator's listener for servers, which receives chunks over at most
+    three quarters of its connections. The rest is for messages: without orders and reports, an
+    aggregator that slow devices keep busy would be declared dead. None: no limit.
     """
 
     def __init__(
@@ -138,7 +146,7 @@ class Uploads:
         selector: Selector | None,
         aggregators: Callable[[], dict[NodeId, AggregatorHost]],
         metrics: DriverMetrics,
-        has_room: Callable[[], bool] = lambda: True,
+        limits: ListenerLimits | None = None,
     ) -> None:
         self._clock = clock
         self._peers = peers
@@ -146,7 +154,8 @@ class Uploads:
         self._selector = selector
         self._aggregators = aggregators
         self._bytes = metrics.upload_bytes
-        self._has_room = has_room
+        self._limits = limits
+        self._arriving = 0  # chunks that are being received into buffers
 
     def route(self) -> Streamed:
         return Streamed("PUT", CHUNK_PATH, self.receive, MAX_CHUNK_BYTES)
@@ -185,8 +194,12 @@ class Uploads:
     def _take_in(
         self, host: AggregatorHost, offer: ChunkOffer, crc32: int, waiting: WaitingDevice
     ) -> Receiver | None:
-        if not self._has_room():
-            waiting.answer(Retry("too many chunks are being received", _BUSY_RETRY_S))
+        limits = self._limits
+        if limits is not None and self._arriving >= max(1, limits.max_connections * 3 // 4):
+            # Not soon: this answer ends the selector's connection, and the next chunk needs a new
+            # one, with a TLS handshake.
+            after_s = spread(limits.retry_after_s)
+            waiting.answer(Retry("too many chunks are being received", after_s))
             return None
         if not host.wants(offer, waiting):
             return None
@@ -201,7 +214,11 @@ class Uploads:
             waiting.answer(Retry("all upload buffers are in use", _BUSY_RETRY_S))
             return None
         self._bytes.labels("taken_in").inc(offer.length)
-        return ArrivingChunk(host, owner, buffer, offer, crc32, waiting)
+        self._arriving += 1
+        return ArrivingChunk(host, owner, buffer, offer, crc32, waiting, self._on_ended)
+
+    def _on_ended(self) -> None:
+        self._arriving -= 1
 
     def _pass_on(self, exchange: Exchange, to: NodeId, waiting: WaitingDevice) -> Receiver:
         head = exchange.head

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import socket
 import threading
 import time
 from base64 import b64encode
@@ -119,9 +120,7 @@ class RunningServer:
         connection = http.client.HTTPConnection(*self.address(listener), timeout=DEADLINE_S)
         try:
             connection.request(method, path, body, headers or {})
-            response = connection.getresponse()
-            found = {name.lower(): value for name, value in response.getheaders()}
-            return Answer(response.status, found, response.read())
+            return _answer(connection.getresponse())
         finally:
             connection.close()
 
@@ -260,6 +259,32 @@ class RunningRoles(RunningServer):
         host, port = self._roles[role].addresses[listener].rsplit(":", 1)
         return host, int(port)
 
+    def relayed_chunk(self, ticket: str, data: bytes) -> Answer:
+        """The answer of the aggregator to a selector that passes on a chunk."""
+        where = self.address_of("aggregator", "servers")
+        connection = http.client.HTTPConnection(*where, timeout=DEADLINE_S)
+        try:
+            headers = {
+                "Authorization": f"Bearer {self.token('server')}",
+                "Papaya-Ticket": ticket,
+                "Papaya-Crc32": f"{crc32(data):08x}",
+            }
+            connection.request("PUT", "/v1/uploads/u1/chunks/0", data, headers)
+            return _answer(connection.getresponse())
+        finally:
+            connection.close()
+
+    def open_relayed_chunk(self, ticket: str, length: int) -> socket.socket:
+        """A chunk that a selector has begun to pass on. Its device sends nothing more."""
+        line = socket.create_connection(self.address_of("aggregator", "servers"), DEADLINE_S)
+        head = (
+            "PUT /v1/uploads/u1/chunks/0 HTTP/1.1\r\nHost: x\r\n"
+            f"Authorization: Bearer {self.token('server')}\r\nContent-Length: {length}\r\n"
+            f"Papaya-Ticket: {ticket}\r\nPapaya-Crc32: 00000000\r\n\r\n"
+        )
+        line.sendall(head.encode() + b"0")
+        return line
+
     def metric(self, role: Role, line: str) -> float:
         """The value of the metric whose name and labels are `line`."""
         connection = http.client.HTTPConnection(*self.address_of(role, "admin"), timeout=DEADLINE_S)
@@ -270,6 +295,11 @@ class RunningRoles(RunningServer):
             connection.close()
         [found] = (value for name, _, value in map(split, text.splitlines()) if name == line)
         return float(found)
+
+
+def _answer(response: http.client.HTTPResponse) -> Answer:
+    headers = {name.lower(): value for name, value in response.getheaders()}
+    return Answer(response.status, headers, response.read())
 
 
 def split(line: str) -> tuple[str, str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,13 @@ import pytest
 
 from papaya.aggregator.upload import ARRIVING, STARTER_BYTES
 from papaya.config import AsyncFL
-from tests.hostile.running_server import DEADLINE_S, PatientConfig, RunningRoles, RunningServer
+from tests.hostile.running_server import (
+    DEADLINE_S,
+    Answer,
+    PatientConfig,
+    RunningRoles,
+    RunningServer,
+)
 from tests.hostile.test_upload_memory import CHUNK_BYTES, free_buffers, length_of, upload
 
 SLOW = 40
@@ -150,3 +156,35 @@ def test_slow_devices_of_one_task_do_not_delay_another_task_behind_a_selector(
             submit(server, "images", 4)
             for _ in range(3):
                 assert upload(server, server.report()["ticket"], CHUNKS).kind == "Completed"
+
+
+def test_slow_chunks_behind_selectors_leave_connections_for_messages(tmp_path: Path) -> None:
+    """Without orders, an aggregator that slow devices keep busy would lose its tasks.
+
+    A chunk whose selector closes the connection makes room for another.
+    """
+    most = 48  # of 64 connections
+    with RunningRoles(tmp_path, server=SERVER, max_connections=64) as server:
+        submit(server, "words", most // ARRIVING + 1)
+        tickets = [server.report()["ticket"] for _ in range(most // ARRIVING + 1)]
+        unused = server.metric("aggregator", FREE_BUFFERS)
+
+        def relay(ticket: str) -> Answer:
+            return server.relayed_chunk(ticket, bytes(CHUNK_BYTES))
+
+        with ExitStack() as stack:
+            slow = [
+                stack.enter_context(closing(server.open_relayed_chunk(ticket, CHUNK_BYTES)))
+                for ticket in tickets[1:]
+                for _ in range(ARRIVING)
+            ]
+            refused = server.until(lambda: relay(tickets[0]), lambda found: found.kind == "Retry")
+            assert refused.message["reason"] == "too many chunks are being received"
+            assert 5.0 <= refused.message["after_s"] <= 15.0
+            assert 5 <= int(refused.headers["retry-after"]) <= 15
+            assert server.heartbeat(tickets[1]) == {"type": "Alive"}
+            slow.pop().close()
+            server.until(lambda: relay(tickets[0]), lambda found: found.kind == "ChunkReceived")
+        server.until(
+            lambda: server.metric("aggregator", FREE_BUFFERS), lambda free: free == unused - 1
+        )

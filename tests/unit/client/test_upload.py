@@ -18,6 +18,7 @@ from papaya.messages.participation import (
     Complete,
     Completed,
     Incomplete,
+    Retry,
     UploadGranted,
 )
 from tests.unit.client.builders import GRANTED, Phone
@@ -163,3 +164,16 @@ def test_an_empty_update_is_a_failure_and_not_asked_for_forever() -> None:
     phone = Phone().until(Stage.TRAINING)
     phone.receive(Trained(b"", examples=1))
     assert [finish.ending for finish in phone.endings] == ["failed"]
+
+
+def test_a_client_survives_refusals_because_too_many_chunks_are_being_received() -> None:
+    """Each asks it to come back after up to 15 s; `upload_timeout_s` is 120 s."""
+    phone = Phone().until(Stage.UPLOADING)
+    for refusals in range(1, 6):
+        phone.answer(Retry("too many chunks are being received", 15.0))
+        phone.wait(20.0)  # its own back-off is at most 5 s
+        assert len(chunks(phone)) == 1 + refusals
+    assert len(phone.heartbeats) >= 10, "or the server would abort the session"
+    phone.until(Stage.COMPLETING)
+    assert [chunk.index for chunk in chunks(phone)] == [0] * 6 + [1, 2]
+    assert phone.answer(Completed()) == [Finish("counted", "")]
