@@ -163,8 +163,8 @@ def test_slow_chunks_behind_selectors_leave_connections_for_messages(tmp_path: P
 
     A chunk whose selector closes the connection makes room for another.
     """
-    most = 48  # of 64 connections
-    with RunningRoles(tmp_path, server=SERVER, max_connections=64) as server:
+    most = 12  # of 16 connections
+    with RunningRoles(tmp_path, server=SERVER, max_connections=16) as server:
         submit(server, "words", most // ARRIVING + 1)
         tickets = [server.report()["ticket"] for _ in range(most // ARRIVING + 1)]
         unused = server.metric("aggregator", FREE_BUFFERS)
