@@ -17,7 +17,8 @@ eight of one buffer in one call. Everything else runs alone in its lane, after a
 Folds and steps of secure tasks call the TSA, which may not answer for a while. Each secure task has
 threads of its own for them, and one more for offers. So no other task waits, neither tasks in the
 clear nor tasks of another TSA. These threads start when there is work, and end when there has been
-none for a while.
+none for a while. At a limit on threads (pids.max, TasksMax, ulimit -u) the work waits for a thread
+that its task already has, or until one can start.
 
 Writing a blob is retried until it succeeds, without blocking a thread. Delayed is delivered after
 each attempt that fails, and the result at the end. A missing blob or an unexpected error is
@@ -73,6 +74,7 @@ _MAX_REASON: Final = 256  # characters of an error that are reported
 # Threads of one secure task. The TSA has one thread, so more of them would only wait for it.
 TSA_THREADS: Final = 4
 TSA_THREAD_LIFE_S = 10.0  # a thread ends after this time without work
+THREAD_RETRY_S = 1.0  # after a thread could not start
 
 HeavyWork = GetOffers | Forget | Keep | Fold | Snapshot | Restore | Step | Drop | DeleteBlobs
 
@@ -267,6 +269,7 @@ class _Crew:
         self.changed = Condition(lock)  # there may be work
         self.again: list[LoneJob] = []
         self.size = 0
+        self.is_at_limit = False  # the last thread could not start; a retry is scheduled
 
 
 class Workers:
@@ -296,7 +299,8 @@ class Workers:
         self._clear = _Crew(self._lock)
         self._callers: dict[TaskId, _Crew] = {}
         self._callers_size = min(threads, TSA_THREADS)
-        # Requests to the TSA that are no jobs, for each task whose thread for them is running.
+        # Requests to the TSA that are no jobs, for each task whose thread for them is running, or
+        # could not start yet.
         self._asked: dict[TaskId, deque[GetOffers | Forget]] = {}
         self._threads: list[Thread] = []
         self._lost: dict[TaskId, int] = {}
@@ -350,10 +354,19 @@ class Workers:
         """Use one thread per task: only clients of the same task wait for its offers."""
         task = work.config.task
         with self._lock:
-            if task not in self._asked:
+            is_first = task not in self._asked
+            self._asked.setdefault(task, deque()).append(work)
+            if is_first:
+                self._start_asking(task)
+
+    def _start_asking(self, task: TaskId) -> None:
+        with self._lock:
+            if self._is_stopped:
+                return
+            try:
                 self._start(f"papaya-offers-{task}", self._ask_all, task)
-                self._asked[task] = deque()
-            self._asked[task].append(work)
+            except RuntimeError as error:
+                self._start_later(self._start_asking, task, error)
 
     def _give(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> None:
         with self._lock:
@@ -365,16 +378,49 @@ class Workers:
         if not _calls_tsa(given):
             return self._clear
         crew = self._callers.setdefault(task, _Crew(self._lock))
-        if crew.size < self._callers_size:
-            self._enlarge(crew, f"papaya-tsa-{task}", task)
+        if crew.size < self._callers_size and not crew.is_at_limit:
+            self._enlarge_callers(task, crew)
         return crew
+
+    def _enlarge_callers(self, task: TaskId, crew: _Crew) -> None:
+        try:
+            self._enlarge(crew, f"papaya-tsa-{task}", task)
+        except RuntimeError as error:
+            crew.is_at_limit = True
+            self._start_later(self._retry_callers, task, error)
+            if self._is_closing:
+                self._clear.changed.notify()  # see _find_job
+
+    def _retry_callers(self, task: TaskId) -> None:
+        with self._lock:
+            crew = self._callers.get(task)
+            if crew is None or self._is_stopped:
+                return
+            crew.is_at_limit = False
+            if crew.size == 0:
+                self._enlarge_callers(task, crew)
+
+    def _start_later(
+        self, start: Callable[[TaskId], None], task: TaskId, error: RuntimeError
+    ) -> None:
+        """A thread could not start: call `start` again on the loop. Called on any thread."""
+        logger.warning(
+            "cannot start a thread for the TSA of task %s: %s; will retry "
+            "(hint: raise pids.max, TasksMax or ulimit -u)",
+            task,
+            error,
+        )
+        self._call(self._loop.call_later, THREAD_RETRY_S, start, task)
 
     def _enlarge(self, crew: _Crew, name: str, caller: TaskId | None) -> None:
         self._start(f"{name}-{crew.size}", self._run, crew.size, caller)
         crew.size += 1
 
     def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
-        """Call it with the lock held: the thread may remove itself from the list."""
+        """Call it with the lock held: the thread may remove itself from the list.
+
+        Raises RuntimeError at a limit on threads.
+        """
         thread = Thread(target=target, args=arguments, name=name, daemon=True)
         thread.start()
         self._threads.append(thread)
@@ -459,7 +505,7 @@ class Workers:
         with self._lock:
             crew = self._clear if caller is None else self._callers[caller]
             while not self._is_stopped:
-                job = crew.again.pop() if crew.again else self._lanes.next(caller)
+                job = self._find_job(crew, caller)
                 if job is not None:
                     return job
                 if is_over:
@@ -467,6 +513,16 @@ class Workers:
                     return None
                 is_over = not crew.changed.wait(life_s)
         return None
+
+    def _find_job(self, crew: _Crew, caller: TaskId | None) -> FoldJob | LoneJob | None:
+        job = crew.again.pop() if crew.again else self._lanes.next(caller)
+        if job is None and crew is self._clear and self._is_closing:
+            # Closing must not wait for a thread that cannot start. No client waits any more, so
+            # threads in the clear may call the TSA.
+            unstaffed = [pair for pair in self._callers.items() if pair[1].size == 0]
+            found = (self._find_job(other, task) for task, other in unstaffed)
+            job = next((job for job in found if job is not None), None)
+        return job
 
     def _leave(self, crew: _Crew, caller: TaskId | None) -> None:
         self._threads.remove(current_thread())
@@ -504,7 +560,7 @@ class Workers:
         if is_idle:
             self._call(self._become_idle)
 
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 

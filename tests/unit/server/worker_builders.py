@@ -184,7 +184,7 @@ def run(
             await asyncio.wait_for(test(driver), PATIENCE_S)
         finally:
             blobs.unblock()
-            await driver.workers.close()
+            await asyncio.wait_for(driver.workers.close(), PATIENCE_S)
         return driver
 
     return asyncio.run(whole())
