@@ -9,7 +9,8 @@ import socket
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -83,17 +84,36 @@ class RunningServer:
             clock=clock,
         )
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
+        # A daemon: a server that hangs fails its test, but does not keep pytest from ending.
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        # Stops what was started, in reverse order, even if one of them fails.
+        self._stops = ExitStack()
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._server.start(), self._loop).result(DEADLINE_S)
+        with ExitStack() as stack:
+            self._thread.start()
+            stack.callback(self._stop_loop)
+            self._start_all(stack)
+            self._stops = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result(DEADLINE_S)
+        self._stops.close()
+
+    def _start_all(self, stack: ExitStack) -> None:
+        self._start_one(self._server, stack)
+
+    def _start_one(self, server: Server, stack: ExitStack) -> None:
+        self._run(server.start())
+        stack.callback(lambda: self._run(server.stop()))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
+
+    def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "the loop does not stop"
         self._loop.close()
 
     def cut_off(self, node: str) -> None:
@@ -229,25 +249,16 @@ class RunningRoles(RunningServer):
         super().__init__(folder, servers="127.0.0.1:0", **deployment)
         self._roles: dict[Role, Server] = {}
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        self._start("coordinator", self._server.deployment)
+    def _start_all(self, stack: ExitStack) -> None:
+        self._start_role("coordinator", self._server.deployment, stack)
         where = (self._roles["coordinator"].addresses["servers"],)
         for role in ("selector", "aggregator"):
             own = msgspec.structs.replace(self._server.deployment, coordinators=where)
-            self._start(role, own)
-        return self
+            self._start_role(role, own, stack)
 
-    def __exit__(self, *_: object) -> None:
-        for server in reversed(self._roles.values()):
-            asyncio.run_coroutine_threadsafe(server.stop(), self._loop).result(DEADLINE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _start(self, role: Role, deployment: Deployment) -> None:
+    def _start_role(self, role: Role, deployment: Deployment, stack: ExitStack) -> None:
         server = Server(deployment, (role,))
-        asyncio.run_coroutine_threadsafe(server.start(), self._loop).result(DEADLINE_S)
+        self._start_one(server, stack)
         self._roles[role] = server
 
     def address(self, listener: str) -> tuple[str, int]:
