@@ -11,11 +11,14 @@ from ssl import PROTOCOL_TLS_SERVER, SSLContext, create_default_context
 from typing import Any, NamedTuple, TypeVar
 
 import uvloop
+from msgspec import structs
 
+from papaya.http.client_connection import Response as PeerResponse
 from papaya.http.errors import HttpError
-from papaya.http.exchange import Exchange
-from papaya.http.limits import ListenerLimits
+from papaya.http.exchange import Exchange, Headers
+from papaya.http.limits import ListenerLimits, PeerLimits
 from papaya.http.listener import Listener, ListenerState, plain_problem, serve
+from papaya.http.pool import ConnectionPool
 from papaya.http.routes import Buffered, HttpRoute, Streamed
 from papaya.http.server_connection import ServerConnection
 from papaya.http.tls import Tls
@@ -53,6 +56,25 @@ def run(main: Coroutine[Any, Any, T], loop: str = "uvloop") -> T:
 
     with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
         return runner.run(in_time())
+
+
+class PatientPool(ConnectionPool):
+    """Waits for connections and answers for as long as `run` lets a test take."""
+
+    def __init__(self, *, limits: PeerLimits | None = None, tls: Tls | None = None) -> None:
+        times = {"connect_timeout_s": PATIENCE_S, "idle_s": PATIENCE_S}
+        super().__init__(limits=structs.replace(limits or PeerLimits(), **times), tls=tls)
+
+    async def request(
+        self,
+        address: str,
+        method: str,
+        path: str,
+        headers: Headers = (),
+        body: bytes = b"",
+        timeout_s: float = PATIENCE_S,
+    ) -> PeerResponse:
+        return await super().request(address, method, path, headers, body, timeout_s)
 
 
 class Response(NamedTuple):

@@ -7,8 +7,7 @@ from typing import cast
 
 import pytest
 
-from papaya.http.pool import ConnectionPool
-from tests.unit.http.loopback import LOOPS, run
+from tests.unit.http.loopback import LOOPS, PatientPool, run
 
 both_loops = pytest.mark.parametrize("loop", LOOPS)
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
@@ -39,7 +38,7 @@ async def request(body: bytes) -> list[bytes]:
     """How the far side received it."""
     listener = Listener(len(body))
     server = await asyncio.get_running_loop().create_server(lambda: listener, "127.0.0.1", 0)
-    connections = ConnectionPool()
+    connections = PatientPool()
     try:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         response = await connections.request(address, "POST", "/x", (), body)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from papaya.http import lookups, sockets
+from papaya.http import acceptor, lookups, sockets
 from papaya.http import passthrough as passthrough_module
 from papaya.http.errors import PeerUnavailable
 from papaya.http.limits import ListenerLimits
@@ -64,6 +64,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_CONNECT_S", "_LAST_S", "_SILENT_S"):
         monkeypatch.setattr(passthrough_module, name, 10 * PATIENCE_S)
     monkeypatch.setattr(lookups, "_LOOKUP_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(acceptor, "_WARN_S", 10 * PATIENCE_S)
 
 
 class Contexts(NamedTuple):
@@ -726,6 +727,7 @@ def silent() -> Iterator[Address]:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
         first.connect(server.getsockname())
+        assert select.select([server], [], [], PATIENCE_S)[0]  # `first` is in the queue
         yield server.getsockname()
 
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from msgspec import structs
 
 from papaya.http.client_connection import ClientConnection
 from papaya.http.errors import HttpError, PeerUnavailable
@@ -15,7 +14,7 @@ from papaya.http.exchange import Exchange
 from papaya.http.limits import ListenerLimits, PeerLimits
 from papaya.http.pool import ConnectionPool
 from papaya.http.routes import Buffered
-from tests.unit.http.loopback import LOOPS, PATIENCE_S, Shop, a_server, run
+from tests.unit.http.loopback import LOOPS, PATIENCE_S, PatientPool, Shop, a_server, run
 
 both_loops = pytest.mark.parametrize("loop", LOOPS)
 
@@ -25,8 +24,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 @asynccontextmanager
 async def some_connections(limits: PeerLimits | None = None) -> AsyncIterator[ConnectionPool]:
-    limits = structs.replace(limits or PeerLimits(), connect_timeout_s=PATIENCE_S)
-    connections = ConnectionPool(limits=limits)
+    connections = PatientPool(limits=limits)
     try:
         yield connections
     finally:
@@ -188,7 +186,7 @@ def test_nobody_listens() -> None:
             await server.drain(0)
             with pytest.raises(PeerUnavailable, match=f"cannot connect to {address}"):
                 await connections.request(address, "GET", "/")
-            upload = connections.open_upload(address, "PUT", "/", (), 4, 5)
+            upload = connections.open_upload(address, "PUT", "/", (), 4, PATIENCE_S)
             upload.write(b"data")
             with pytest.raises(PeerUnavailable, match="cannot connect"):
                 await upload.answer
@@ -212,7 +210,7 @@ def test_connections_and_the_queue_for_them_are_bounded(loop: str) -> None:
             with pytest.raises(PeerUnavailable, match="too many"):
                 await connections.request(address, "POST", "/hold")
             with pytest.raises(PeerUnavailable, match="too many"):
-                connections.open_upload(address, "PUT", "/stream/a", (), 1, 5)
+                connections.open_upload(address, "PUT", "/stream/a", (), 1, PATIENCE_S)
             assert server.connections == 2
             shop.held[0].answer(200, b"0")
             while len(shop.held) < 3:
@@ -283,7 +281,7 @@ def test_a_connection_that_dies_between_two_hands_is_replaced(loop: str) -> None
             first = asyncio.create_task(connections.request(address, "POST", "/hold"))
             while not shop.held:
                 await asyncio.sleep(0)
-            upload = connections.open_upload(address, "PUT", "/stream/a", (), 4, 10)
+            upload = connections.open_upload(address, "PUT", "/stream/a", (), 4, PATIENCE_S)
             upload.write(b"data")
             second = asyncio.create_task(connections.request(address, "POST", "/echo", (), b"x"))
             await asyncio.sleep(0)
@@ -344,7 +342,9 @@ def test_an_upload_is_answered_early_and_goes_no_further(loop: str) -> None:
             some_connections() as connections,
         ):
             address = f"127.0.0.1:{server.port}"
-            upload = connections.open_upload(address, "PUT", "/no", (), 1 << 20, 10, room.set)
+            upload = connections.open_upload(
+                address, "PUT", "/no", (), 1 << 20, PATIENCE_S, room.set
+            )
             assert upload.is_full
             response = await upload.answer
             assert response.status == 404
@@ -361,7 +361,7 @@ def test_an_upload_that_is_given_up_breaks_the_far_side() -> None:
     async def main() -> None:
         async with a_server(shop.routes) as server, some_connections() as connections:
             address = f"127.0.0.1:{server.port}"
-            upload = connections.open_upload(address, "PUT", "/stream/a", (), 10, 5)
+            upload = connections.open_upload(address, "PUT", "/stream/a", (), 10, PATIENCE_S)
             upload.write(b"half")
             while not shop.receivers:
                 await asyncio.sleep(0)
@@ -369,7 +369,7 @@ def test_an_upload_that_is_given_up_breaks_the_far_side() -> None:
             while not shop.receivers[0].ends:
                 await asyncio.sleep(0)
             assert shop.receivers[0].ends == ["broken"]
-            never = connections.open_upload(address, "PUT", "/stream/a", (), 10, 5)
+            never = connections.open_upload(address, "PUT", "/stream/a", (), 10, PATIENCE_S)
             never.abort()
 
     run(main())

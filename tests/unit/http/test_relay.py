@@ -11,13 +11,11 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from msgspec import structs
 
 from papaya.http.client_connection import Response
 from papaya.http.exchange import Exchange
 from papaya.http.limits import PeerLimits
 from papaya.http.listener import Listener
-from papaya.http.pool import ConnectionPool
 from papaya.http.relay import Relay, Relays
 from papaya.http.routes import Buffered, Receiver, Streamed
 from tests.unit.http.loopback import (
@@ -25,6 +23,7 @@ from tests.unit.http.loopback import (
     PATIENCE_S,
     Collector,
     ListTransport,
+    PatientPool,
     a_client,
     a_request,
     a_server,
@@ -48,8 +47,7 @@ async def a_chain(
     starter_bytes: int = 1,
 ) -> AsyncIterator[tuple[Listener, Listener]]:
     """A middle server, and the one behind it, whose route is given."""
-    limits = structs.replace(limits or PeerLimits(), connect_timeout_s=PATIENCE_S)
-    connections = ConnectionPool(limits=limits)
+    connections = PatientPool(limits=limits)
     relays = Relays(connections, piece_bytes=32 << 10, starter_bytes=starter_bytes)
     async with a_server([Streamed("PUT", "/u/{n}", receive, 1 << 30)]) as far:
 
@@ -180,14 +178,14 @@ def test_after_a_far_side_that_breaks_the_next_request_is_none_of_the_body(loop:
     body = UPDATE[:40_000]
 
     async def main() -> None:
-        connections, turns = ConnectionPool(), asyncio.get_running_loop()
+        connections, turns = PatientPool(), asyncio.get_running_loop()
         relays = Relays(connections, starter_bytes=1)
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setblocking(False)
 
         def forward(exchange: Exchange) -> Relay:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
-            return relays.relay(exchange, address, "/u/1", (), 5, pass_on)
+            return relays.relay(exchange, address, "/u/1", (), PATIENCE_S, pass_on)
 
         ping = Buffered("GET", "/ping", lambda exchange, _: exchange.answer(200, b"pong"))
         async with a_server([Streamed("PUT", "/u/{n}", forward, 1 << 20), ping]) as middle:
@@ -229,12 +227,13 @@ def test_nothing_piles_up_in_the_middle_while_the_far_side_rests() -> None:
         return Collector(exchange, 1 << 20)
 
     async def main() -> None:
-        connections = ConnectionPool(limits=PeerLimits(max_response_bytes=32 << 20))
+        connections = PatientPool(limits=PeerLimits(max_response_bytes=32 << 20))
         relays = Relays(connections, starter_bytes=1)
         async with a_server([Streamed("PUT", "/u/{n}", rest, 1 << 30)]) as far:
 
             def forward(exchange: Exchange) -> Relay:
-                return relays.relay(exchange, f"127.0.0.1:{far.port}", "/u/1", (), 5, pass_on)
+                address = f"127.0.0.1:{far.port}"
+                return relays.relay(exchange, address, "/u/1", (), PATIENCE_S, pass_on)
 
             async with a_service([Streamed("PUT", "/u/{n}", forward, 1 << 30)]) as middle:
                 sender = ListTransport(middle)
@@ -281,7 +280,7 @@ def test_pieces_are_shorter_if_there_are_many_bodies() -> None:
     made: list[Relay] = []
 
     async def main() -> None:
-        connections = ConnectionPool(limits=PeerLimits(max_connections=256))
+        connections = PatientPool(limits=PeerLimits(max_connections=256))
         relays = Relays(connections, starter_bytes=1)
         async with a_server([Streamed("PUT", "/u/{n}", Collector, 1 << 30)]) as far:
 

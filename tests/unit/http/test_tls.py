@@ -7,10 +7,10 @@ import ssl
 import pytest
 
 from papaya.http.errors import PeerUnavailable
-from papaya.http.pool import ConnectionPool
 from papaya.http.tls import Tls
 from tests.unit.http.loopback import (
     LOOPS,
+    PatientPool,
     Shop,
     a_client,
     a_request,
@@ -55,12 +55,12 @@ def test_servers_talk_over_tls(loop: str, contexts: tuple[ssl.SSLContext, ssl.SS
     async def main() -> None:
         async with a_server(Shop().routes, ssl=contexts[0]) as server:
             address = f"127.0.0.1:{server.port}"
-            connections = ConnectionPool(tls=Tls(contexts[1]))
+            connections = PatientPool(tls=Tls(contexts[1]))
             assert (await connections.request(address, "POST", "/echo", (), b"x")).body == b"x"
             assert (await connections.request(address, "PUT", "/stream/a", (), BIG)).body == BIG
             await connections.close()
 
-            distrustful = ConnectionPool(tls=Tls(ssl.create_default_context()))
+            distrustful = PatientPool(tls=Tls(ssl.create_default_context()))
             with pytest.raises(PeerUnavailable, match="cannot connect"):
                 await distrustful.request(address, "GET", "/echo")
             await distrustful.close()
