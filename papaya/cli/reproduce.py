@@ -66,8 +66,8 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--scale",
         choices=SCALES,
-        help="size of the experiments: quick takes about 10 minutes on two cores; full is the "
-        "paper's size and takes days",
+        help="size of the experiments: quick takes about 10 minutes on two cores; deep trains five "
+        "times as long, and takes hours; full is the paper's size and takes days",
     )
     parser.add_argument(
         "--seeds",
