@@ -15,6 +15,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from papaya.http.acceptor import MAX_REFUSED, address_key
 from papaya.http.limits import ListenerLimits
@@ -23,6 +24,8 @@ from papaya.http.routes import Buffered
 from papaya.http.tls import Tls
 from tests.unit.http.loopback import (
     LOOPS,
+    PATIENCE_S,
+    PATIENT,
     Response,
     a_client,
     a_request,
@@ -36,6 +39,11 @@ OTHER = ("127.0.0.2", 0)
 WHO = [Buffered("GET", "/who", lambda exchange, _: exchange.answer(200, exchange.peer.encode()))]
 
 Contexts = tuple[ssl.SSLContext, ssl.SSLContext]
+
+
+def limits_of(**changes: Any) -> ListenerLimits:
+    """No connection of a busy machine is late, also not one that is refused."""
+    return structs.replace(PATIENT, **{"linger_s": PATIENCE_S, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +113,7 @@ def assert_told_to_wait(response: Response) -> None:
 @both_loops
 def test_connections_count_before_their_tls_handshake(loop: str, tls: Contexts) -> None:
     async def main() -> None:
-        limits = ListenerLimits(max_connections=3, linger_s=60)
+        limits = limits_of(max_connections=3)
         async with a_listener(limits, tls) as listener:
             with ExitStack() as stack:
                 silent(stack, listener, 3)
@@ -128,7 +136,7 @@ def test_a_refused_connection_counts_as_answered_at_once() -> None:
             WHO,
             "127.0.0.1",
             0,
-            limits=ListenerLimits(max_connections=1, linger_s=60),
+            limits=limits_of(max_connections=1),
             observe=lambda route, status, seconds: times.append((status, seconds)),
         )
         with ExitStack() as stack:
@@ -148,7 +156,7 @@ def test_a_handshake_that_does_not_end_in_time_gives_its_place_back(
     loop: str, tls: Contexts
 ) -> None:
     async def main() -> None:
-        limits = ListenerLimits(max_connections=3, head_timeout_s=0.3)
+        limits = limits_of(max_connections=3, head_timeout_s=0.3)
         async with a_listener(limits, tls) as listener:
             with ExitStack() as stack:
                 for connection in silent(stack, listener, 3):
@@ -166,7 +174,7 @@ def test_everybody_above_the_limit_is_told_to_wait(loop: str, is_tls: bool, tls:
     options: dict[str, Any] = {"ssl": tls[1]} if is_tls else {}
 
     async def main() -> None:
-        limits = ListenerLimits(max_connections=1, linger_s=60)  # also for a handshake
+        limits = limits_of(max_connections=1)
         async with (
             a_listener(limits, tls if is_tls else None) as listener,
             a_client(listener.port, **options) as first,
@@ -183,7 +191,7 @@ def test_everybody_above_the_limit_is_told_to_wait(loop: str, is_tls: bool, tls:
 @both_loops
 def test_one_address_cannot_take_the_places_of_others(loop: str) -> None:
     async def main() -> None:
-        limits = ListenerLimits(max_connections_per_address=3, linger_s=60)
+        limits = limits_of(max_connections_per_address=3)
         async with a_listener(limits) as listener:
             with ExitStack() as stack:
                 silent(stack, listener, 3)
@@ -205,7 +213,7 @@ def test_one_address_cannot_use_up_the_refusals_of_others(loop: str) -> None:
     """Devices behind the address of a carrier are told to wait, whatever other addresses do."""
 
     async def main() -> None:
-        limits = ListenerLimits(max_connections=1000, max_connections_per_address=3, linger_s=60)
+        limits = limits_of(max_connections=1000, max_connections_per_address=3)
         async with a_listener(limits) as listener:
             with ExitStack() as stack:
                 silent(stack, listener, 3 + 2 * MAX_REFUSED)
@@ -242,7 +250,7 @@ def test_behind_a_proxy_clients_count_by_their_own_address(
         return response
 
     async def main() -> None:
-        limits = ListenerLimits(max_connections_per_address=1, linger_s=60)
+        limits = limits_of(max_connections_per_address=1)
         context = tls if is_tls else None
         async with a_listener(limits, context, ("192.0.2.0/24", "127.0.0.1")) as listener:
             with socket.create_connection(("127.0.0.1", listener.port)) as holding:
@@ -260,7 +268,7 @@ def test_only_a_configured_proxy_may_name_another_address(loop: str) -> None:
     header = b"PROXY TCP4 198.51.100.8 10.0.0.1 4711 443\r\n"
 
     async def main() -> None:
-        async with a_listener(ListenerLimits(), proxies=("127.0.0.2",)) as listener:
+        async with a_listener(limits_of(), proxies=("127.0.0.2",)) as listener:
             assert (await ask(listener, header)).status == 400
             assert (await ask(listener)).body.startswith(b"127.0.0.1:")
             response = await ask(listener, header, local_addr=OTHER)
@@ -286,7 +294,7 @@ def test_operators_are_told_if_a_server_and_its_load_balancer_disagree(
 
     async def main(first: bytes, proxies: tuple[str, ...]) -> str:
         caplog.clear()
-        async with a_listener(ListenerLimits(), tls, proxies) as listener:
+        async with a_listener(limits_of(), tls, proxies) as listener:
             for _ in range(3):
                 await asyncio.to_thread(connect, listener, first)
         return "\n".join(each.message for each in caplog.records if each.levelname == "WARNING")
@@ -310,7 +318,7 @@ def test_peers_that_only_connect_cause_no_warning(
     """Nor if the listener asks for certificates, where failed handshakes are reported."""
 
     async def main(proxies: tuple[str, ...]) -> None:
-        async with a_listener(ListenerLimits(), tls, proxies) as listener:
+        async with a_listener(limits_of(), tls, proxies) as listener:
             with ExitStack() as stack:
                 silent(stack, listener, 3)
                 await until_accepted(listener, 3)
@@ -338,7 +346,7 @@ def test_without_free_descriptors_accepting_waits_and_goes_on(
         return accept(listening)
 
     async def main() -> None:
-        async with a_listener(ListenerLimits()) as listener:
+        async with a_listener(limits_of()) as listener:
             monkeypatch.setattr(socket.socket, "accept", no_descriptors)
             assert (await ask(listener)).status == 200
 
