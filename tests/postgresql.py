@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 import psycopg
 
-_START_S = 120.0
+_START_S = 300.0
 _POLL_S = 0.02
 _numbers = count()
 _until_end = ExitStack()
@@ -86,13 +86,15 @@ class Postgres:
         because a server does not start while one of them holds the shared memory.
         """
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)  # it starts no further backend
+        self._process.send_signal(signal.SIGSTOP)
+        while _state(self._process.pid) not in "TZX":  # from then on it starts no further backend
+            time.sleep(_POLL_S)
         found = self.pids
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
-        while any(_is_alive(pid) for pid in found):
+        while any(_state(pid) not in "ZX" for pid in found):
             time.sleep(_POLL_S)
 
     @property
@@ -170,12 +172,13 @@ class Postgres:
         subprocess.run(command, user=self._user, check=True, capture_output=True)
 
 
-def _is_alive(pid: int) -> bool:
+def _state(pid: int) -> str:
+    """The letter of proc_pid_stat(5); X if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+        return "X"
+    return stat.rpartition(")")[2].split()[0]
 
 
 @cache
