@@ -50,9 +50,9 @@ class FailingTrainer(ProtocolTrainer):
 
 
 def a_process() -> DeviceProcess:
-    return DeviceProcess(
-        now=time.time, assume=("idle", "charging", "unmetered"), pacing=CheckInPacing(pause_s=0.0)
-    )
+    """It waits until the server has heard why it leaves."""
+    pacing = CheckInPacing(pause_s=0.0, leave_s=STEP_S)
+    return DeviceProcess(now=time.time, assume=("idle", "charging", "unmetered"), pacing=pacing)
 
 
 async def ended(device: Device) -> Finish:
