@@ -39,7 +39,7 @@ from tests.system.tls import Authority
 _PAGE = (DOCS / "run-on-many-machines.md").read_text(encoding="utf-8")
 _PREFIX = f"s3://{BUCKET}/papaya"
 _SECOND_COORDINATOR = "127.0.0.7"
-_COMMAND_S = 120.0
+_COMMAND_S = 300.0
 
 
 def _block(kind: str, heading: str) -> str:
