@@ -77,7 +77,7 @@ class World:
         return log
 
     def device(
-        self, *, log_s: float = 30.0, certificates: Path | None = None, **changes: Any
+        self, *, log_s: float = 300.0, certificates: Path | None = None, **changes: Any
     ) -> Trust:
         """As it is after a start: what it knows comes from its owner and its disk."""
         policy = a_policy(
