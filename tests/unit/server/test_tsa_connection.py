@@ -33,10 +33,10 @@ from papaya.tsa.errors import RefusalReason, TsaRefused, Unavailable
 from papaya.tsa.tsa import TSA
 from tests.unit.secagg.builders import a_task, entropy
 from tests.unit.server.stuck_child import StuckChild
-from tests.unit.tsa.running import CLUSTER, received, running
+from tests.unit.tsa.running import CLUSTER, PATIENCE_S, received, running
 
 PARAMETERS = a_task()
-PATIENCE_S = 60.0
+LONG_S = 300.0  # for a child to start or to end
 SHORT_S = 0.2
 NEVER_S = 1e6
 # What a child does that does not start. The second one prints all the time, but never a whole line.
@@ -280,8 +280,10 @@ def test_aggregators_with_one_folder_share_a_child_and_the_last_one_ends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # the child writes the end of its line apart
+    monkeypatch.setattr(server_tsa, "_END_S", LONG_S)  # or a slow child is killed
     apart = Deployment(data=str(tmp_path), coordinators=("127.0.0.1:1",))
-    links = [TsaConnection(apart, "", time.time, CLUSTER, PATIENCE_S, PATIENCE_S) for _ in range(2)]
+    deadlines_s = (PATIENCE_S, PATIENCE_S, LONG_S)
+    links = [TsaConnection(apart, "", time.time, CLUSTER, *deadlines_s) for _ in range(2)]
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda link: link.register(PARAMETERS), links))
     [child] = [link._child for link in links if link._child is not None]
@@ -328,15 +330,39 @@ def test_what_0_4_has_left_does_not_hide_the_child(tmp_path: Path) -> None:
 # -- releases -------------------------------------------------------------------------------------
 
 PIECES = 20
-PAUSE_S = 0.25
-ANSWER_S = 4.0
+PAUSE_S = 3.0
+ANSWER_S = 5.0
+
+
+class SlowLine(socket.socket):
+    """Large answers arrive in pieces, PAUSE_S after each other by the monotonic clock, which it
+    moves itself: it waits for nothing.
+    """
+
+    waits_s: float | None = None
+
+    def __init__(self, *, fileno: int) -> None:
+        super().__init__(fileno=fileno)
+        self.now = time.monotonic()
+
+    def settimeout(self, value: float | None) -> None:
+        self.waits_s = value
+        super().settimeout(PATIENCE_S)
+
+    def recv_into(self, buffer: memoryview) -> int:  # type: ignore[override]
+        size = LARGE.vector_bytes // PIECES
+        if len(buffer) < size:
+            return super().recv_into(buffer)
+        if self.waits_s is not None and self.waits_s < PAUSE_S:
+            self.now += self.waits_s
+            raise TimeoutError
+        self.now += PAUSE_S
+        return super().recv_into(buffer[:size])
 
 
 @contextmanager
-def slow_line(
-    upstream: str, folder: Path, send: Callable[[socket.socket, bytes], None]
-) -> Iterator[str]:
-    """A relay to the TSA that passes large answers on with `send`."""
+def half_line(upstream: str, folder: Path) -> Iterator[str]:
+    """A relay to the TSA that passes on only half of a large answer."""
     where = f"unix:{folder / 'slow'}"
     with endpoint.listen(where) as listener:
 
@@ -350,24 +376,13 @@ def slow_line(
                     if len(answer) < 1000:
                         device.sendall(answer)
                     else:
-                        send(device, answer)
+                        device.sendall(answer[: len(answer) // 2])
 
         thread = threading.Thread(target=relay)
         thread.start()
         yield where
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-
-
-def in_pieces(device: socket.socket, answer: bytes) -> None:
-    size = -(-len(answer) // PIECES)
-    for start in range(0, len(answer), size):
-        time.sleep(PAUSE_S)
-        device.sendall(answer[start : start + size])
-
-
-def half_of_it(device: socket.socket, answer: bytes) -> None:
-    device.sendall(answer[: len(answer) // 2])
 
 
 class Released(TSA):
@@ -381,24 +396,35 @@ class Released(TSA):
 LARGE = a_task(length=20_000)
 
 
-def test_a_release_that_makes_progress_is_not_cut(tmp_path: Path) -> None:
+def test_a_release_that_makes_progress_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it takes longer than the deadline, which is for the next bytes only."""
-    assert PIECES * PAUSE_S > ANSWER_S
     heard: list[int] = []
+    dialled: list[SlowLine] = []
+
+    def dial(address: str, timeout_s: float) -> socket.socket:
+        made = SlowLine(fileno=endpoint.connect(address, timeout_s).detach())
+        made.settimeout(timeout_s)
+        dialled.append(made)
+        return made
+
     with (
         running(tsa=Released(entropy("released"))) as tsa,
-        slow_line(tsa, tmp_path, in_pieces) as where,
-        TsaClient(where, CLUSTER, PATIENCE_S, ANSWER_S) as client,
+        TsaClient(tsa, CLUSTER, PATIENCE_S, ANSWER_S, dial) as client,
     ):
         client.register(LARGE)
-        client.release(LARGE, 1, [1, 2], lambda at, masks: heard.extend(masks.tolist()))
+        [line] = dialled
+        began_at = line.now
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: line.now)
+            client.release(LARGE, 1, [1, 2], lambda at, masks: heard.extend(masks.tolist()))
+        assert line.now - began_at > 2 * ANSWER_S
     assert heard == list(range(LARGE.vector_words))
 
 
 def test_a_release_without_progress_is_given_up(tmp_path: Path) -> None:
     with (
         running(tsa=Released(entropy("released"))) as tsa,
-        slow_line(tsa, tmp_path, half_of_it) as where,
+        half_line(tsa, tmp_path) as where,
         TsaClient(where, CLUSTER, PATIENCE_S, PATIENCE_S) as client,
     ):
         client.register(LARGE)

@@ -17,19 +17,23 @@ from papaya.config import Deployment
 from papaya.messages.storage import TSAS, Row, Transaction, TsaRow, tsa_key
 from papaya.secagg.channel import SEALED_BYTES
 from papaya.secagg.parameters import PublicParameters
+from papaya.server import tsa_fleet
 from papaya.server.state_thread import StateThread
 from papaya.server.tsa import TsaConnection
 from papaya.server.tsa_fleet import TsaFleet
 from papaya.store.state import SqliteState
-from papaya.tsa.client import ANSWER_S
 from papaya.tsa.tsa import TSA
 from tests.unit.secagg.builders import a_task, entropy
 from tests.unit.server.worker_builders import SECURE, Driver, MemoryBlobs
-from tests.unit.tsa.running import CLUSTER, running
+from tests.unit.tsa.running import CLUSTER, PATIENCE_S, running
 
 TASKS = tuple(a_task(task=f"task-{i}") for i in range(4))
 SEALED = bytes(SEALED_BYTES)
-PATIENCE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tsa_fleet, "_STATE_S", PATIENCE_S)
 
 
 class Clock:
@@ -42,15 +46,13 @@ class World:
     def __init__(self, folder: Path, state: StateThread) -> None:
         self.state = state
         self.clock = Clock()
-        self.answer_s = ANSWER_S
         self._deployment = Deployment(data=str(folder))
         self._fleets: list[TsaFleet] = []
 
     def aggregator(self, *addresses: str) -> TsaFleet:
         def connect(address: str) -> TsaConnection:
             now = lambda: self.clock.now  # noqa: E731
-            deadlines_s = (PATIENCE_S, self.answer_s)
-            link = TsaConnection(self._deployment, address, now, CLUSTER, *deadlines_s)
+            link = TsaConnection(self._deployment, address, now, CLUSTER, PATIENCE_S, PATIENCE_S)
             link.adapter = TsaAdapter(link, lambda digest: TsaEvidence("software", b"", b"", 0))
             return link
 
@@ -260,7 +262,6 @@ def test_a_frozen_tsa_holds_up_no_task_of_another_tsa(tmp_path: Path) -> None:
     freezing, other = Freezing(), structs.replace(SECURE, task="elsewhere")
 
     async def main(world: World) -> None:
-        world.answer_s = PATIENCE_S
         with running(tsa=TSA(freezing)) as frozen, running(tsa=TSA(entropy("two"))) as two:
             driver = Driver(MemoryBlobs(), threads=1, tsa=world.aggregator(frozen, two))
             perform = driver.workers.perform

@@ -13,23 +13,32 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from papaya.config import Deployment
 from papaya.errors import ConfigError, OperatorError
 from papaya.secagg.words import WORD, Words
+from papaya.server import tsa_gate
 from papaya.server.certificates import Certificates
 from papaya.server.tsa_gate import TsaGate
-from papaya.tsa.client import TsaClient
 from papaya.tsa.errors import Unavailable
 from papaya.tsa.tsa import TSA
 from tests.system.tls import Authority
 from tests.system.tls import Certificates as Files
 from tests.unit.secagg.builders import a_task, entropy
-from tests.unit.tsa.running import CLUSTER, running
+from tests.unit.tsa.running import PATIENCE_S, a_client, running
 
 PARAMETERS = a_task()
 LARGE = a_task(length=3_000_000)
 HOST = "127.0.0.9"
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take long for a handshake."""
+    patient = structs.replace(tsa_gate._LIMITS, head_timeout_s=PATIENCE_S)
+    monkeypatch.setattr(tsa_gate, "_LIMITS", patient)
+    monkeypatch.setattr(tsa_gate, "_CONNECT_S", PATIENCE_S)
 
 
 def of(files: Files, role: str) -> Certificates:
@@ -66,7 +75,7 @@ def test_aggregators_reach_the_tsa_with_large_answers(tmp_path: Path) -> None:
     aggregator = of(authority.issue("a", ["aggregator"]), "aggregator")
 
     def ask(where: str) -> None:
-        clients = [TsaClient(where, CLUSTER, dial=aggregator.dial_tsa) for _ in range(3)]
+        clients = [a_client(where, aggregator.dial_tsa) for _ in range(3)]
         for client in clients:
             assert client.register(LARGE) == LARGE.digest()
             heard: list[Words] = []
@@ -87,7 +96,7 @@ def test_another_role_is_refused(
 
     def ask(where: str) -> None:
         with pytest.raises(Unavailable):
-            TsaClient(where, CLUSTER, dial=wrong.dial_tsa)
+            a_client(where, wrong.dial_tsa)
 
     with running() as tsa:
         behind_a_gate(authority, tsa, ask)
@@ -103,7 +112,7 @@ def test_without_a_certificate_nothing_reaches_the_tsa(
         host, _, port = where.removeprefix("tls:").rpartition(":")
         trusting = ssl.create_default_context(cafile=str(authority.file))
         with (
-            socket.create_connection((host, int(port)), 10.0) as plain,
+            socket.create_connection((host, int(port)), PATIENCE_S) as plain,
             trusting.wrap_socket(plain, server_hostname=host) as stream,
             suppress(ssl.SSLError, ConnectionResetError),  # an alert, if it gets through
         ):
@@ -121,7 +130,7 @@ def test_an_impostor_of_another_role_is_not_asked(tmp_path: Path) -> None:
     impostor = of(authority.issue("selector", ["selector"], [HOST]), "selector")
     assert impostor.servers is not None
     with socket.create_server((HOST, 0)) as listener:
-        listener.settimeout(60.0)
+        listener.settimeout(PATIENCE_S)
 
         def accept() -> None:
             connection, _ = listener.accept()
@@ -133,7 +142,7 @@ def test_an_impostor_of_another_role_is_not_asked(tmp_path: Path) -> None:
             accepting = asyncio.create_task(asyncio.to_thread(accept))
             where = f"tls:{HOST}:{listener.getsockname()[1]}"
             with pytest.raises(Unavailable, match="names selector; tsa is needed"):
-                await asyncio.to_thread(TsaClient, where, CLUSTER, dial=aggregator.dial_tsa)
+                await asyncio.to_thread(a_client, where, aggregator.dial_tsa)
             await accepting
 
         asyncio.run(main())
@@ -157,7 +166,7 @@ def test_the_kernel_finds_aggregators_that_are_gone_without_a_word(tmp_path: Pat
     aggregator = of(authority.issue("a", ["aggregator"]), "aggregator")
 
     def ask(where: str) -> None:
-        with aggregator.dial_tsa(where, 60.0) as stream:
+        with aggregator.dial_tsa(where, PATIENCE_S) as stream:
             ports = stream.getpeername()[1], stream.getsockname()[1]
             while (found := timer(*ports)) == RETRANSMITS:  # the end of the handshake
                 time.sleep(0.01)
@@ -175,7 +184,7 @@ def test_a_tsa_that_does_not_run_is_unavailable_and_the_gate_says_so(
 
     def ask(where: str) -> None:
         with pytest.raises(Unavailable):
-            TsaClient(where, CLUSTER, dial=aggregator.dial_tsa)
+            a_client(where, aggregator.dial_tsa)
 
     caplog.set_level(logging.WARNING)
     behind_a_gate(authority, f"unix:{tmp_path / 'nobody'}", ask)

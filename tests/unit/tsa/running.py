@@ -13,12 +13,19 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from papaya.secagg.parameters import PublicParameters
 from papaya.tsa import endpoint, wire
+from papaya.tsa.client import Dial, TsaClient
 from papaya.tsa.process import Process
 from papaya.tsa.service import MakeEvidence, TsaService, TsaSession
 from papaya.tsa.tsa import TSA
 from tests.unit.secagg.builders import NOW, entropy
 
 CLUSTER = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+PATIENCE_S = 60.0
+
+
+def a_client(address: str, dial: Dial = endpoint.connect) -> TsaClient:
+    """It waits for answers for as long as a busy machine may need."""
+    return TsaClient(address, CLUSTER, PATIENCE_S, PATIENCE_S, dial)
 
 
 @contextmanager
@@ -41,7 +48,7 @@ def running(
                 yield endpoint.address_of(listener)
             finally:
                 wake.send(b"1")
-                thread.join(timeout=60)
+                thread.join(PATIENCE_S)
             assert not thread.is_alive()
 
 

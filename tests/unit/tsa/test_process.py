@@ -26,7 +26,7 @@ from papaya.tsa.process import platform_limits, wall_clock
 from papaya.tsa.service import MakeEvidence
 from papaya.tsa.tsa import TSA, TsaStatus
 from tests.unit.secagg.builders import NOW, a_policy, a_task, entropy
-from tests.unit.tsa.running import CLUSTER, received, running
+from tests.unit.tsa.running import a_client, received, running
 
 TASK = a_task(length=2 * BLOCK - 1, aggregation_goal=12, threshold=10)
 DELTA = np.full(TASK.length, 2**-10, np.float32)
@@ -46,7 +46,7 @@ def sealed_by(client: TsaClient, parameters_hash: bytes) -> SealedUpdate:
 
 @pytest.mark.parametrize("address", [None, "tcp:127.0.0.1:0"])
 def test_a_whole_group_over_a_socket(address: str | None) -> None:
-    with running(address) as where, TsaClient(where, CLUSTER) as client:
+    with running(address) as where, a_client(where) as client:
         parameters_hash = client.register(TASK)
         assert parameters_hash == TASK.digest()
         updates = [sealed_by(client, parameters_hash) for _ in range(11)]
@@ -62,7 +62,7 @@ def test_a_whole_group_over_a_socket(address: str | None) -> None:
 
 
 def test_refusals_keep_their_reason_and_the_connection() -> None:
-    with running() as where, TsaClient(where, CLUSTER) as client:
+    with running() as where, a_client(where) as client:
         with pytest.raises(TsaRefused, match="no task") as caught:
             client.offers(TASK.digest(), 1)
         assert caught.value.reason is RefusalReason.UNKNOWN_PARAMETERS
@@ -74,7 +74,7 @@ def test_refusals_keep_their_reason_and_the_connection() -> None:
 
 def test_seeds_are_summed_while_nobody_asks() -> None:
     """A status is read until nothing waits: no answer takes part in the summing itself."""
-    with running() as where, TsaClient(where, CLUSTER) as client:
+    with running() as where, a_client(where) as client:
         parameters_hash = client.register(TASK)
         for _ in range(3):
             update = sealed_by(client, parameters_hash)
@@ -85,7 +85,7 @@ def test_seeds_are_summed_while_nobody_asks() -> None:
 
 
 def test_open_groups_can_be_dropped() -> None:
-    with running() as where, TsaClient(where, CLUSTER) as client:
+    with running() as where, a_client(where) as client:
         parameters_hash = client.register(TASK)
         for group in (0, 0, 1):
             update = sealed_by(client, parameters_hash)
@@ -99,7 +99,7 @@ def a_quote(report_data: bytes) -> bytes:
 
 
 def test_evidence_is_asked_of_the_platform() -> None:
-    with running(evidence=a_quote) as where, TsaClient(where, CLUSTER) as client:
+    with running(evidence=a_quote) as where, a_client(where) as client:
         parameters_hash = client.register(TASK)
         expected = b"quote over " + client.identity_public_key + parameters_hash
         assert client.evidence(parameters_hash) == expected
@@ -113,7 +113,7 @@ def no_quote(_: bytes) -> bytes:
 
 @pytest.mark.parametrize("evidence", [None, no_quote])
 def test_a_platform_without_evidence_says_so(evidence: MakeEvidence | None) -> None:
-    with running(evidence=evidence) as where, TsaClient(where, CLUSTER) as client:
+    with running(evidence=evidence) as where, a_client(where) as client:
         parameters_hash = client.register(TASK)
         with pytest.raises(TsaRefused) as caught:
             client.evidence(parameters_hash)
@@ -122,12 +122,12 @@ def test_a_platform_without_evidence_says_so(evidence: MakeEvidence | None) -> N
 
 def test_nobody_there_is_unavailable(tmp_path: Path) -> None:
     with pytest.raises(Unavailable):
-        TsaClient(f"unix:{tmp_path}/none", CLUSTER)
+        a_client(f"unix:{tmp_path}/none")
 
 
 def test_a_client_whose_tsa_ended_is_told_and_stays_told() -> None:
     with running() as where:
-        client = TsaClient(where, CLUSTER)
+        client = a_client(where)
     for _ in range(2):
         with pytest.raises(Unavailable):
             client.register(TASK)
@@ -150,7 +150,7 @@ def test_a_client_believes_no_answer_that_it_did_not_expect(tmp_path: Path, answ
         liar = threading.Thread(target=lie, args=(listener, answer))
         liar.start()
         with pytest.raises(Unavailable):
-            TsaClient(where, CLUSTER)
+            a_client(where)
         liar.join(timeout=60)
 
 
@@ -167,7 +167,7 @@ def test_it_is_a_process_of_its_own_and_ends_by_signal(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == f"{where}\n"
-        with TsaClient(where, CLUSTER) as client:
+        with a_client(where) as client:
             parameters_hash = client.register(TASK)
             assert len(client.offers(parameters_hash, 1000)) == 1000
         assert stat.S_IMODE(os.stat(tmp_path / "tsa").st_mode) == 0o600
@@ -178,7 +178,7 @@ def test_it_is_a_process_of_its_own_and_ends_by_signal(tmp_path: Path) -> None:
 def test_the_socket_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     where = f"unix:{tmp_path}/tsa"
     endpoint.listen(where).close()  # leaves its file, as a killed process does
-    with running(where) as again, TsaClient(again, CLUSTER) as client:
+    with running(where) as again, a_client(again) as client:
         assert client.register(TASK)
         with pytest.raises(OSError, match="in use"):
             endpoint.listen(where)
@@ -218,7 +218,7 @@ class OutOfMemory(TSA):
 
 def test_want_of_memory_ends_neither_the_process_nor_what_it_has() -> None:
     starved = OutOfMemory(entropy("TSA"))
-    with running(tsa=starved) as where, TsaClient(where, CLUSTER, 10.0) as client:
+    with running(tsa=starved) as where, a_client(where) as client:
         parameters_hash = client.register(TASK)
         updates = [sealed_by(client, parameters_hash) for _ in range(10)]
         for update in updates:
@@ -242,7 +242,7 @@ def test_a_connection_that_cannot_be_set_up_costs_nobody_else_anything(
             visitor.connect(where.removeprefix("unix:"))
             assert received(visitor, 1) == b""
         monkeypatch.undo()
-        with TsaClient(where, CLUSTER, 10.0) as client:
+        with a_client(where) as client:
             assert client.register(TASK) == TASK.digest()
 
 
