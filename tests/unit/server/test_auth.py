@@ -175,6 +175,11 @@ def test_the_open_door_lets_everybody_in() -> None:
 # -- an operator's own verifier -------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "VERIFIER_TIMEOUT_S", 60.0)
+
+
 class Directory:
     """A verifier that asks elsewhere, and counts how often."""
 

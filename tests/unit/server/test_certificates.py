@@ -24,7 +24,7 @@ from papaya.http.tls import Tls
 from papaya.server.certificates import Certificates
 from tests.system.tls import Authority
 from tests.system.tls import Certificates as Files
-from tests.unit.http.loopback import LOOPS, run
+from tests.unit.http.loopback import LOOPS, PATIENT, PatientPool, run
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,8 @@ def of(files: Files, *roles: str) -> Certificates:
 
 @asynccontextmanager
 async def listening(own: Certificates) -> AsyncIterator[Listener]:
-    listener = await serve([Buffered("GET", "/", on_hello)], "127.0.0.1", 0, tls=own.servers)
+    routes = [Buffered("GET", "/", on_hello)]
+    listener = await serve(routes, "127.0.0.1", 0, limits=PATIENT, tls=own.servers)
     try:
         yield listener
     finally:
@@ -50,7 +51,7 @@ async def listening(own: Certificates) -> AsyncIterator[Listener]:
 
 
 async def ask(own: Certificates, role: str, listener: Listener) -> Response:
-    pool = ConnectionPool(tls=own.calls(role))
+    pool = PatientPool(tls=own.calls(role))
     try:
         return await pool.request(f"127.0.0.1:{listener.port}", "GET", "/")
     finally:
@@ -125,7 +126,7 @@ def test_a_certificate_that_expired_while_its_server_ran_is_refused(
 
     async def main() -> None:
         async with listening(coordinator) as listener:
-            pool = ConnectionPool(tls=Tls(calling))
+            pool = PatientPool(tls=Tls(calling))
             with pytest.raises(PeerUnavailable):
                 await pool.request(f"127.0.0.1:{listener.port}", "GET", "/")
             await pool.close()
@@ -190,7 +191,7 @@ def test_renewed_certificates_are_used_without_a_restart(authority: Authority) -
 
     async def main() -> None:
         async with listening(own) as listener:
-            pool, where = ConnectionPool(tls=own.calls("coordinator")), f"127.0.0.1:{listener.port}"
+            pool, where = PatientPool(tls=own.calls("coordinator")), f"127.0.0.1:{listener.port}"
             assert (await pool.request(where, "GET", "/")).body == b"hello"
             before = serial(pool)
             replace(files, authority.issue("next", ["coordinator", "selector"]))
@@ -217,7 +218,7 @@ def test_devices_see_a_renewed_certificate(authority: Authority) -> None:
         return found
 
     async def main() -> None:
-        listener = await serve([], "127.0.0.1", 0, tls=own.doors)
+        listener = await serve([], "127.0.0.1", 0, limits=PATIENT, tls=own.doors)
         before = await shown(listener.port)
         own.refresh()
         assert await shown(listener.port) == before

@@ -76,6 +76,12 @@ class Issuer:
         self.server.server_close()
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no issuer that is away."""
+    monkeypatch.setattr(oidc, "_FETCH_S", 60.0)
+
+
 @pytest.fixture
 def issuer() -> Iterator[Issuer]:
     issuer = Issuer()

@@ -13,7 +13,6 @@ from papaya.clock import Clock
 from papaya.config import Deployment
 from papaya.http.exchange import Exchange
 from papaya.http.listener import serve
-from papaya.http.pool import ConnectionPool
 from papaya.http.routes import Buffered
 from papaya.machine import Effects, Forward
 from papaya.messages import wire
@@ -22,13 +21,21 @@ from papaya.messages.control import Control
 from papaya.messages.participation import Alive, Heartbeat, Refused, Retry
 from papaya.messages.paths import CHUNK_PATH, CRC32_HEADER, PATHS, TICKET_HEADER
 from papaya.selector.selector import Selector
+from papaya.server import peers as peers_module
 from papaya.server.device_api import participation_routes
 from papaya.server.metrics import DriverMetrics
 from papaya.server.peers import MESSAGES_PATH, SENDERS, Peers
 from papaya.server.replies import WaitingDevice
 from papaya.server.server import Server as ServerProcess
 from papaya.server.uploads import Uploads
-from tests.unit.http.loopback import Client, a_client, a_request, run
+from tests.unit.http.loopback import PATIENCE_S, Client, PatientPool, a_client, a_request, run
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No message is lost because the machine is busy."""
+    for name in ("_SEND_TIMEOUT_S", "_RELAY_TIMEOUT_S"):
+        monkeypatch.setattr(peers_module, name, PATIENCE_S)
 
 
 class Server:
@@ -51,7 +58,7 @@ async def a_peer(status: int) -> AsyncIterator[tuple[Peers, Server]]:
         [Buffered("POST", MESSAGES_PATH, server.on_message, 1000)], "127.0.0.1", 0
     )
     server.node = f"aggregator@127.0.0.1:{listening.port}"
-    peers = Peers({"aggregator": ConnectionPool()}, ConnectionPool(), "token", 1.0)
+    peers = Peers({"aggregator": PatientPool()}, PatientPool(), "token", 1.0)
     try:
         yield peers, server
     finally:
@@ -132,7 +139,7 @@ def test_a_device_whose_request_was_passed_on_is_answered_when_the_process_stops
 
         route = Buffered("POST", PATHS[Heartbeat], never_answer, 1000)
         listening = await serve([route], "127.0.0.1", 0)
-        peers = Peers({"aggregator": ConnectionPool()}, ConnectionPool(), "token", 0.5)
+        peers = Peers({"aggregator": PatientPool()}, PatientPool(), "token", 0.5)
         waiting, node = Waiting(), f"aggregator@127.0.0.1:{listening.port}"
         peers.forward(cast(WaitingDevice, waiting), node, Heartbeat(b"ticket"))
         async with asyncio.timeout(60.0):
@@ -169,7 +176,7 @@ async def a_selector_before(status: int, reason: Message) -> AsyncIterator[Clien
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as aggregator:
         node = f"aggregator@127.0.0.1:{aggregator.sockets[0].getsockname()[1]}"
-        peers = Peers({"aggregator": ConnectionPool()}, ConnectionPool(), "token", 0.5)
+        peers = Peers({"aggregator": PatientPool()}, PatientPool(), "token", 0.5)
         router = cast(Selector, Router(node))
         uploads = Uploads(Clock(), peers, router, dict, DriverMetrics())
 
@@ -239,7 +246,7 @@ def test_requests_that_come_before_an_aggregator_has_read_its_state_are_answered
 
     async def main() -> None:
         server = ServerProcess(Deployment(), ("aggregator",))
-        peers = Peers({}, ConnectionPool(), "token", 0.5)
+        peers = Peers({}, PatientPool(), "token", 0.5)
         uploads = Uploads(Clock(), peers, None, server._aggregators, DriverMetrics())
         heartbeats = participation_routes(server._to_aggregator, kinds=(Heartbeat,))
         listening = await serve([*heartbeats, uploads.route()], "127.0.0.1", 0)

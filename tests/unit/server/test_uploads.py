@@ -13,7 +13,6 @@ import pytest
 from papaya.aggregator.upload import Owner
 from papaya.clock import Clock
 from papaya.http.limits import ListenerLimits
-from papaya.http.pool import ConnectionPool
 from papaya.messages import wire
 from papaya.messages.base import Message
 from papaya.messages.participation import Chunk, ChunkOffer, ChunkReceived, Retry
@@ -23,7 +22,7 @@ from papaya.server.metrics import DriverMetrics
 from papaya.server.peers import Peers
 from papaya.server.replies import WaitingDevice
 from papaya.server.uploads import Uploads
-from tests.unit.http.loopback import Client, a_client, a_request, a_server, run
+from tests.unit.http.loopback import Client, PatientPool, a_client, a_request, a_server, run
 from tests.unit.server.test_arrivals import Host
 
 MOST = 3  # of four connections
@@ -53,7 +52,7 @@ def a_chunk(session: str) -> bytes:
 @asynccontextmanager
 async def an_aggregator(host: Host) -> AsyncIterator[int]:
     """The port of its listener for servers."""
-    peers = Peers({}, ConnectionPool(), "token", 0.5)
+    peers = Peers({}, PatientPool(), "token", 0.5)
     aggregators = {"aggregator": cast(AggregatorHost, host)}
     limits = ListenerLimits(max_connections=4)
     route = Uploads(Clock(), peers, None, lambda: aggregators, DriverMetrics(), limits).route()

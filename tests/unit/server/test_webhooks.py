@@ -16,11 +16,19 @@ from papaya.config import Deployment
 from papaya.credentials.token_files import Secret
 from papaya.errors import ConfigError
 from papaya.messages.events import CredentialsRejected, ServerSeen, TaskHalted, VersionPublished
+from papaya.server import webhooks
 from papaya.server.logs import BURST, WINDOW_S
 from papaya.server.webhooks import ATTEMPTS, MAX_QUEUED, Webhook
 
 KEY = Secret("0123456789abcdef")
 HALTED = TaskHalted("digits", 3, "the model is not finite")
+PATIENCE_S = 300.0
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No delivery is repeated because the machine is busy."""
+    monkeypatch.setattr(webhooks, "TIMEOUT_S", PATIENCE_S)
 
 
 class Receiver:
@@ -59,7 +67,7 @@ def deliver(receiver: Receiver, until: Callable[[Webhook], bool], *events: objec
         for event in events:
             hook.offer(event, "coordinator")  # type: ignore[arg-type]
         sending = asyncio.create_task(hook.run())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while not until(hook):
                 await asyncio.sleep(0.005)
         sending.cancel()
@@ -155,7 +163,7 @@ def test_a_host_that_cannot_exist_does_not_end_the_sender(
         hook = Webhook("https://alerts..example.org/", KEY, first_retry_s=0.001)
         hook.offer(HALTED, "")
         sending = asyncio.create_task(hook.run())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while not caplog.records:
                 await asyncio.sleep(0.005)
         assert not sending.done()

@@ -50,6 +50,7 @@ class ThreadLimit:
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> ThreadLimit:
     monkeypatch.setattr(workers, "THREAD_RETRY_S", 0.001)
+    monkeypatch.setattr(workers, "TSA_THREAD_LIFE_S", 10 * PATIENCE_S)
     return ThreadLimit(monkeypatch)
 
 
