@@ -38,7 +38,7 @@ CONFIG = DeviceConfig(
     give_up_s=60.0,
     participation_floor_s=0.0,
 )
-PACING = CheckInPacing(pause_s=0.0, backoff_s=0.05, max_backoff_s=0.2, leave_s=5.0)
+PACING = CheckInPacing(pause_s=0.0, backoff_s=0.05, max_backoff_s=0.2, leave_s=60.0)
 _VISITS = 500  # a new task rejects devices until it wants clients
 _LATER_VISITS = 3  # a device that has taken part excludes the task, and is rejected for ever
 

@@ -109,7 +109,7 @@ def test_a_client_that_skips_one_check_of_the_evidence_is_caught(tmp_path: Path)
     """It does all the others, including those of the agreed terms and the offer's signature."""
 
     async def play() -> dict[str, ScenarioResult]:
-        async with opened_kit(tmp_path, heartbeat_s=2.0) as (kit, _):
+        async with opened_kit(tmp_path, heartbeat_s=5.0) as (kit, _):
             found = {}
             for name, trust in SKIPPED_CHECKS.items():
                 [scenario] = chosen([name])
@@ -127,7 +127,7 @@ async def _words_of_32_bits(setup: ClientSetup) -> None:
 
 def test_other_ways_to_break_a_secure_task(tmp_path: Path) -> None:
     async def play() -> list[list[str]]:
-        async with opened_kit(tmp_path, heartbeat_s=2.0) as (kit, _):
+        async with opened_kit(tmp_path, heartbeat_s=5.0) as (kit, _):
             found = []
             for name, visit in (
                 ("secure", partial(reference_visit, trust=InTheClear)),
