@@ -1,8 +1,8 @@
 """Starts and ends the processes of `papaya demo`: `papaya` commands, each with a log file.
 
 They run in their own sessions, so that Ctrl-C reaches only the demo, which then ends them: with
-SIGTERM, the server last, and with SIGKILL if they are still running some seconds later or at a
-second Ctrl-C. Only processes that were started here are signalled, by their id. If the demo itself
+SIGTERM, the server last, and with SIGKILL if they are still running a minute later or at a second
+Ctrl-C. Only processes that were started here are signalled, by their id. If the demo itself
 is killed, the kernel sends SIGTERM to them.
 """
 
@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,8 @@ from typing import Any
 
 from papaya.errors import OperatorError, PapayaError
 
-_STOP_S = 12.0  # devices need up to 7 s to leave, a server up to 10 s to drain
+# Devices need up to 7 s to leave, a server up to 10 s to drain, and both longer on a busy machine.
+_STOP_S = 60.0
 _SHOWN_LINES = 5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Runs `papaya ARGUMENTS` after asking the kernel for SIGTERM at the death of the demo, whose id is
@@ -81,16 +82,15 @@ class Processes(AbstractContextManager["Processes"]):
                 raise self._ended(name, status)
 
     def stop(self) -> None:
-        """End all processes, the server last. If this is interrupted, kill them."""
+        """End all processes, the server last. If this is interrupted, kill them.
+
+        A server that is killed leaves its TSA running, so it may end in order even if others had to
+        be killed.
+        """
         running = list(self._running.values())
         try:
             for together in (running[1:], running[:1]):
-                for process in together:
-                    _signal(process, signal.SIGTERM)
-                for process in together:
-                    process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            pass
+                _end(together)
         finally:
             for process in running:
                 _signal(process, signal.SIGKILL)
@@ -118,6 +118,18 @@ class Processes(AbstractContextManager["Processes"]):
 
     def _log(self, name: str) -> Path:
         return self._logs / f"{name}.log"
+
+
+def _end(together: Sequence[subprocess.Popen[str]]) -> None:
+    """With SIGTERM, and with SIGKILL those that are still running after `_STOP_S`."""
+    for process in together:
+        _signal(process, signal.SIGTERM)
+    ends_at = time.monotonic() + _STOP_S
+    for process in together:
+        try:
+            process.wait(max(0.0, ends_at - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            _signal(process, signal.SIGKILL)
 
 
 def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import signal
+import subprocess
 from contextlib import redirect_stderr
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -391,6 +393,47 @@ def test_a_server_is_started_checked_and_ended(tmp_path: Path) -> None:
     told = (tmp_path / "server.log").read_text().splitlines()
     assert "stopping" in told, "it waits for no upload"
     assert told[-1] == "stopped"
+
+
+def test_a_server_ends_in_order_although_others_have_to_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is killed leaves its TSA running."""
+    monkeypatch.setattr("papaya.cli.demo.processes._STOP_S", 0.05)
+    sent: list[tuple[str, signal.Signals]] = []
+
+    class Stubborn:
+        """Ends with SIGKILL only. Its name is its process id."""
+
+        def __init__(self, name: str) -> None:
+            self.pid = name
+            self.is_over = False
+
+        def poll(self) -> int | None:
+            return 0 if self.is_over else None
+
+        def wait(self, timeout: float | None = None) -> int:
+            if not self.is_over:
+                assert timeout is not None, "it would wait for ever"
+                raise subprocess.TimeoutExpired(self.pid, timeout)
+            return 0
+
+    def kill(pid: str, number: signal.Signals) -> None:
+        sent.append((pid, number))
+        processes._running[pid].is_over |= number == signal.SIGKILL
+
+    monkeypatch.setattr(os, "killpg", kill)
+    processes: Any = Processes(tmp_path)
+    processes._running = {name: Stubborn(name) for name in ("server", "one", "two")}
+    processes.stop()
+    assert sent == [
+        ("one", signal.SIGTERM),
+        ("two", signal.SIGTERM),
+        ("one", signal.SIGKILL),
+        ("two", signal.SIGKILL),
+        ("server", signal.SIGTERM),
+        ("server", signal.SIGKILL),
+    ]
 
 
 def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
