@@ -82,7 +82,7 @@ _DAY_S = 86400.0
 _RENEW_DAYS = 14
 _COLLATERAL_DAYS = 30  # how long Intel's collateral is valid
 _FREE_SHARE = 0.1
-_CONNECT_S = 3.0
+_ANSWER_S = 10.0  # a busy server is no problem, and an unreachable one is told soon
 _AUTHORITY = "set tls_authority to the PEM file of the certificate authority"
 _SIGNS = {"good": "ok", "warning": "WARNING", "problem": "PROBLEM"}
 
@@ -220,7 +220,7 @@ def _sqlite(deployment: Deployment) -> Iterator[Diagnosis]:
     path = state_file(Path(deployment.data))
     if not path.exists():
         return
-    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=_CONNECT_S)
+    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=_ANSWER_S)
     try:
         [[program]] = connection.execute("PRAGMA application_id")
         [[version]] = connection.execute("PRAGMA user_version")
@@ -302,7 +302,7 @@ def _listeners(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis]
         if port == 0:
             continue
         try:
-            socket.create_connection((host, port), _CONNECT_S).close()
+            socket.create_connection((host, port), _ANSWER_S).close()
         except OSError as error:
             text = f"{configured} does not answer: {error.strerror or error}"
             hint = (
@@ -323,7 +323,7 @@ def _upload_url(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis
     assert parts.hostname is not None
     where = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
     try:
-        with socket.create_connection(where, _CONNECT_S) as plain:
+        with socket.create_connection(where, _ANSWER_S) as plain:
             if parts.scheme == "https":
                 tls = client_context(deployment.tls_authority)
                 tls.wrap_socket(plain, server_hostname=parts.hostname).close()
@@ -354,7 +354,7 @@ def _upload_routes(role: Role | None, deployment: Deployment) -> Iterator[Diagno
         context = client_context(deployment.tls_authority)
         try:
             with (
-                socket.create_connection(where, _CONNECT_S) as plain,
+                socket.create_connection(where, _ANSWER_S) as plain,
                 context.wrap_socket(
                     plain, server_hostname=name, do_handshake_on_connect=False
                 ) as tls,
@@ -488,7 +488,7 @@ def _evidence(options: DoctorOptions, deployment: Deployment) -> Iterator[Diagno
 def _listens(address: str) -> bool:
     """A child TSA that was killed leaves its socket behind."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_CONNECT_S)
+        probe.settimeout(_ANSWER_S)
         try:
             probe.connect(address.removeprefix("unix:"))
         except (FileNotFoundError, ConnectionRefusedError):
@@ -511,7 +511,8 @@ def _verified(deployment: Deployment, where: str, policy: DevicePolicy) -> Verif
         max_staleness=0,
     )
     dial = Certificates(deployment, ("aggregator",), None).dial_tsa
-    with TsaClient(where, Ed25519PrivateKey.generate(), dial=dial) as tsa:
+    key = Ed25519PrivateKey.generate()
+    with TsaClient(where, key, _ANSWER_S, _ANSWER_S, dial) as tsa:
         digest = tsa.register(parameters)
         try:
             quote = tsa.evidence(digest)
