@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from papaya.tsa import endpoint, wire
-from papaya.tsa.client import TsaClient
 from papaya.tsa.errors import RefusalReason, TsaRefused, Unavailable
 from papaya.tsa.process import (
     ADMISSIONS_PER_TURN,
@@ -24,10 +23,17 @@ from papaya.tsa.process import (
 from papaya.tsa.service import NOT_PROVED, ReplyParts, TsaService, TsaSession
 from papaya.tsa.tsa import TSA
 from tests.unit.secagg.builders import NOW, Deployment, a_task, entropy, with_byte_changed
-from tests.unit.tsa.running import CLUSTER, authenticated, received, running, serving
+from tests.unit.tsa.running import (
+    CLUSTER,
+    PATIENCE_S,
+    a_client,
+    authenticated,
+    received,
+    running,
+    serving,
+)
 
 DONE = wire.frame(wire.DONE)
-PATIENCE_S = 60.0
 
 
 @given(st.binary(max_size=300))
@@ -149,17 +155,17 @@ def test_whoever_forgets_a_task_may_leave_it_to_others() -> None:
     ],
 )
 def test_a_length_that_no_request_has_ends_the_connection(sent: bytes) -> None:
-    with running() as where, TsaClient(where, CLUSTER) as client:
-        with endpoint.connect(where, 30) as stranger:
+    with running() as where, a_client(where) as client:
+        with endpoint.connect(where, PATIENCE_S) as stranger:
             stranger.sendall(sent)
             assert stranger.recv(1) == b""
         assert client.register(a_task())
 
 
 def test_a_stranger_who_stops_in_the_middle_holds_up_nobody() -> None:
-    with running() as where, endpoint.connect(where, 30) as stranger:
+    with running() as where, endpoint.connect(where, PATIENCE_S) as stranger:
         stranger.sendall(wire.register_request(a_task().encode())[:-1])
-        with TsaClient(where, CLUSTER) as client:
+        with a_client(where) as client:
             assert client.register(a_task())
         stranger.sendall(b"}")
         assert received(stranger, 5)[4] == RefusalReason.NOT_AUTHENTICATED
@@ -167,7 +173,7 @@ def test_a_stranger_who_stops_in_the_middle_holds_up_nobody() -> None:
 
 def test_a_stranger_who_never_reads_holds_up_nobody() -> None:
     """Its requests stay in its own socket once its answers fill the other direction."""
-    with running() as where, endpoint.connect(where, 30) as stranger:
+    with running() as where, endpoint.connect(where, PATIENCE_S) as stranger:
         stranger.setblocking(False)
         flood = wire.task_request(wire.Operation.STATUS, bytes(32)) * 20_000
         sent = 0
@@ -175,12 +181,12 @@ def test_a_stranger_who_never_reads_holds_up_nobody() -> None:
             while sent < 100 * len(flood):
                 sent += stranger.send(flood)
         assert sent < 100 * len(flood)
-        with TsaClient(where, CLUSTER) as client:
+        with a_client(where) as client:
             assert client.register(a_task())
 
 
 def test_requests_that_come_together_are_answered_in_order() -> None:
-    with running() as where, endpoint.connect(where, 30) as peer:
+    with running() as where, endpoint.connect(where, PATIENCE_S) as peer:
         public = CLUSTER.public_key().public_bytes_raw()
         refused = wire.authenticate_request(public, bytes(64))
         peer.sendall(refused + wire.identity_request() + refused)
@@ -266,8 +272,8 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out() -> None:
     with running() as where:
         crowd: list[socket.socket] = []
         try:
-            crowd.extend(endpoint.connect(where, 30) for _ in range(MAX_STRANGERS))
-            with TsaClient(where, CLUSTER) as client:
+            crowd.extend(endpoint.connect(where, PATIENCE_S) for _ in range(MAX_STRANGERS))
+            with a_client(where) as client:
                 assert client.register(a_task())
             assert crowd[0].recv(1) == b""
         finally:
@@ -277,19 +283,17 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out() -> None:
 
 def test_strangers_do_not_cut_off_an_authenticated_connection() -> None:
     """Before, the connection that was silent longest was closed, whosever it was."""
-    with running() as where, TsaClient(where, CLUSTER) as client, ExitStack() as crowd:
+    with running() as where, a_client(where) as client, ExitStack() as crowd:
         for _ in range(2 * MAX_CONNECTIONS):
-            crowd.enter_context(endpoint.connect(where, 30))
-        with TsaClient(where, CLUSTER) as other:  # accepted after all of them
+            crowd.enter_context(endpoint.connect(where, PATIENCE_S))
+        with a_client(where) as other:  # accepted after all of them
             assert other.register(a_task())
         assert client.register(a_task())
 
 
 def test_too_many_authenticated_connections_close_the_oldest() -> None:
     with running() as where, ExitStack() as stack:
-        clients = [
-            stack.enter_context(TsaClient(where, CLUSTER)) for _ in range(MAX_CONNECTIONS + 1)
-        ]
+        clients = [stack.enter_context(a_client(where)) for _ in range(MAX_CONNECTIONS + 1)]
         assert clients[-1].register(a_task())
         with pytest.raises(Unavailable):
             clients[0].register(a_task())
