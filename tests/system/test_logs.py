@@ -64,6 +64,19 @@ def until_taken(apart: Apart, but: str = "") -> FenceRow:
     raise AssertionError(f"no other aggregator than {but!r} took the task in {STEP_S:g} s")
 
 
+def until_found(leader: ServerProcess) -> None:
+    """Until it has found the task since it leads. A busy machine may have made it lead before."""
+    ends_at = time.monotonic() + STEP_S
+    while time.monotonic() < ends_at:
+        told = [each["event"] for each in events(leader)]
+        if "leadership_gained" in told:
+            since = len(told) - told[::-1].index("leadership_gained")
+            if "task_found" in told[since:]:
+                return
+        time.sleep(_POLL_S)
+    raise AssertionError(f"{leader.name} did not find the task in {STEP_S:g} s")
+
+
 def test_a_failover_can_be_told_from_the_logs_alone(tmp_path: Path) -> None:
     with Installation(tmp_path) as installation:
         server = {"heartbeat_s": 0.8}
@@ -77,10 +90,9 @@ def test_a_failover_can_be_told_from_the_logs_alone(tmp_path: Path) -> None:
         second = until_taken(apart, but=first.aggregator)
         leader = apart.leader()
         [standby] = [each for each in apart.coordinators if each is not leader]
-        recovered = '"event":"task_found"'
-        before = standby.text().count(recovered)
         leader.kill()
-        standby.until_logged(recovered, STEP_S, before)
+        assert apart.leader() is standby
+        until_found(standby)
         apart.stop()
         told = events(*installation.servers)
         found = rows(installation.data, LEADER_KEY, fence_key(CONFIG.task))
@@ -88,6 +100,7 @@ def test_a_failover_can_be_told_from_the_logs_alone(tmp_path: Path) -> None:
     gained = [event for event in told if event["event"] == "leadership_gained"]
     # On a busy machine a leader may renew its lease late, and goes on in the same epoch.
     leaders = [event for event in gained if event["why"] != "its lease was renewed late"]
+    leaders.sort(key=lambda event: event["epoch"])  # a busy leader may tell it late
     assert [event["epoch"] for event in leaders] == list(range(1, len(leaders) + 1))
     row = found[LEADER_KEY]
     assert isinstance(row, LeaderRow)
@@ -96,6 +109,7 @@ def test_a_failover_can_be_told_from_the_logs_alone(tmp_path: Path) -> None:
 
     of_task = [event for event in told if event.get("task") == CONFIG.task]
     places = [e for e in of_task if e["event"] in ("task_placed", "task_moved")]
+    places.sort(key=lambda event: event["seq"])
     fence = found[fence_key(CONFIG.task)]
     assert isinstance(fence, FenceRow)
     assert [event["seq"] for event in places] == list(range(1, fence.seq + 1))
