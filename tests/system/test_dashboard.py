@@ -74,9 +74,7 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installat
 def browser() -> Iterator[Any]:
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=flags, timeout=_STEP_MS
-        )
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags, timeout=_STEP_MS)
         yield browser
         browser.close()
 
