@@ -21,6 +21,9 @@ from tempfile import TemporaryDirectory
 from urllib.parse import quote
 
 import psycopg
+import pytest
+
+from papaya.store import postgresql_session
 
 _START_S = 300.0
 _POLL_S = 0.02
@@ -210,6 +213,13 @@ def running(primary: Postgres | None = None, **settings: str) -> Iterator[Postgr
         finally:
             if server.is_running:
                 server.kill()
+
+
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests in which no connection and no lock is given up because it takes long."""
+    for name in ("lock_timeout", "idle_in_transaction_session_timeout"):
+        monkeypatch.setitem(postgresql_session._SETTINGS, name, f"{_START_S:.0f}s")
+    monkeypatch.setitem(postgresql_session._PATIENCE, "connect_timeout", f"{_START_S:.0f}")
 
 
 @cache

@@ -68,6 +68,14 @@ _SETTINGS = {
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
 }
+# A machine that is gone must be noticed within seconds, not within the minutes of TCP.
+_PATIENCE = {
+    "connect_timeout": "2",
+    "keepalives_idle": "2",
+    "keepalives_interval": "1",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "5000",
+}
 _SET_KNOWN = """
 SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS given (name, value)
 WHERE name IN (SELECT name FROM pg_settings)
@@ -132,11 +140,8 @@ def connection_string(url: str, name: str) -> str:
             "INSECURE: sslmode=%s does not verify that the state store is the right server",
             given["sslmode"],
         )
-    # A machine that is gone must be noticed within seconds, not within the minutes of TCP.
-    patience = {"connect_timeout": "2", "keepalives_idle": "2", "keepalives_interval": "1"}
-    patience |= {"keepalives_count": "3", "tcp_user_timeout": "5000"}
     fixed = {"target_session_attrs": "read-write", "application_name": f"papaya {name}"}
-    return make_conninfo("", **{**patience, **given, **fixed})
+    return make_conninfo("", **{**_PATIENCE, **given, **fixed})
 
 
 def _is_local(given: dict[str, str]) -> bool:

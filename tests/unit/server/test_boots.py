@@ -17,7 +17,7 @@ from papaya.store.state import SqliteState
 
 def test_every_start_of_a_node_has_the_next_number(tmp_path: Path) -> None:
     async def boots() -> list[int]:
-        state = StateThread(SqliteState(tmp_path / "state.db"))
+        state = StateThread(SqliteState(tmp_path / "state.db", busy_timeout_s=60.0))
         try:
             starts = ("agg@a:1", "agg@a:1", "agg@a:2", "agg@a:1")
             return [await Boots(state).take(node) for node in starts]
@@ -30,7 +30,9 @@ def test_every_start_of_a_node_has_the_next_number(tmp_path: Path) -> None:
 
 def test_processes_that_start_at_the_same_time_have_different_numbers(tmp_path: Path) -> None:
     async def boots() -> list[int]:
-        states = [StateThread(SqliteState(tmp_path / "state.db")) for _ in range(3)]
+        states = [
+            StateThread(SqliteState(tmp_path / "state.db", busy_timeout_s=60.0)) for _ in range(3)
+        ]
         try:
             return await asyncio.gather(*(Boots(state).take("agg") for state in states))
         finally:
@@ -42,7 +44,7 @@ def test_processes_that_start_at_the_same_time_have_different_numbers(tmp_path: 
 
 def test_the_earlier_of_two_processes_is_told_to_stop(tmp_path: Path) -> None:
     async def run() -> None:
-        state = StateThread(SqliteState(tmp_path / "state.db"))
+        state = StateThread(SqliteState(tmp_path / "state.db", busy_timeout_s=60.0))
         try:
             first, second = Boots(state), Boots(state)
             await first.take("agg")

@@ -17,7 +17,9 @@ from papaya.store.state import SqliteState
 
 def test_all_servers_of_a_cluster_have_one_key(tmp_path: Path) -> None:
     async def keys() -> list[bytes]:
-        states = [StateThread(SqliteState(tmp_path / "state.db")) for _ in range(3)]
+        states = [
+            StateThread(SqliteState(tmp_path / "state.db", busy_timeout_s=60.0)) for _ in range(3)
+        ]
         try:
             made = await asyncio.gather(*(load_cluster_key(s, os.urandom) for s in states))
             return [key.private_bytes_raw() for key in made]

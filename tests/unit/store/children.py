@@ -17,6 +17,7 @@ from papaya.store.blobs import FolderBlobs
 from papaya.store.state import SqliteState
 
 TASK = "task"
+LONG_S = 300.0  # another child that has the write lock may get no processor
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -36,7 +37,10 @@ def content(version: int) -> bytes:
 
 def write_for_ever(folder: Path) -> None:
     """Versions, each with its blob first, and their number in a row of the same transaction."""
-    state, blobs = SqliteState(folder / "state.sqlite"), FolderBlobs(folder / "blobs")
+    state, blobs = (
+        SqliteState(folder / "state.sqlite", busy_timeout_s=LONG_S),
+        FolderBlobs(folder / "blobs"),
+    )
     before = state.read(("count",)).get("count")
     version = before.epoch if isinstance(before, EpochRow) else 0
     while True:
@@ -56,7 +60,7 @@ def write_for_ever(folder: Path) -> None:
 
 def count(folder: Path, times: int) -> None:
     """Add one by compare-and-set, again and again, whoever else does so."""
-    state = SqliteState(folder / "state.sqlite")
+    state = SqliteState(folder / "state.sqlite", busy_timeout_s=LONG_S)
     done = 0
     while done < times:
         before = state.read(("count",)).get("count")
@@ -69,7 +73,10 @@ def count(folder: Path, times: int) -> None:
 
 def run_out_of_space(folder: Path, limit: int) -> None:
     """Write rows and a blob that do not fit; then say what was heard and what is there."""
-    state, blobs = SqliteState(folder / "state.sqlite"), FolderBlobs(folder / "blobs")
+    state, blobs = (
+        SqliteState(folder / "state.sqlite", busy_timeout_s=LONG_S),
+        FolderBlobs(folder / "blobs"),
+    )
     fits = state.transact(Transaction(put=(("small", EpochRow(1)),)))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     large = VersionRow(0, "x" * 2 * limit, seq=0, created=0.0)

@@ -4,6 +4,7 @@ rest; tests/unit/store/test_postgresql_refusals.py has bad input.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -23,11 +24,16 @@ from papaya.store import postgresql, postgresql_session
 from papaya.store.postgresql import PostgresState
 from papaya.store.postgresql_session import DatabaseSession
 from papaya.store.rows import RawRows
-from tests.postgresql import postgres, running
+from tests.postgresql import be_patient, postgres, running
 
 Changed = dict[bytes, bytes | None]
-_LIMIT_S = 60.0
+_LIMIT_S = 300.0
 _NOBODY = "a_standby_that_does_not_exist"
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
 
 
 @pytest.fixture
@@ -117,11 +123,10 @@ def outcomes_of_two_claims(
 
 
 def _until(holds: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        postgres().execute("SELECT pg_sleep(0.01)")
-    raise AssertionError("nothing happened")
+    ends_at = time.monotonic() + _LIMIT_S
+    while not holds():
+        assert time.monotonic() < ends_at, "nothing happened"
+        time.sleep(0.01)
 
 
 def test_of_two_that_require_absence_one_is_refused(
@@ -260,12 +265,12 @@ def test_it_says_when_nothing_was_sent(
     store: PostgresState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminate(store)
-    monkeypatch.setattr(store, "_conninfo", "host=/nowhere dbname=postgres")
-    with pytest.raises(StateUnreachable, match="No such file"):
-        store.transact(claim("a", 1))
-    with pytest.raises(StateUnreachable):
-        store.read(("",))
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_conninfo", "host=/nowhere dbname=postgres")
+        with pytest.raises(StateUnreachable, match="No such file"):
+            store.transact(claim("a", 1))
+        with pytest.raises(StateUnreachable):
+            store.read(("",))
     assert store.transact(claim("a", 1)) == "committed"
 
 
@@ -423,8 +428,10 @@ def test_history_that_was_lost_stops_every_process(
 # -- its connection -------------------------------------------------------------------------------
 
 
-def test_nothing_cancels_a_commit_or_hides_its_warnings() -> None:
+def test_nothing_cancels_a_commit_or_hides_its_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the role says."""
+    monkeypatch.undo()  # the settings of users
+    connects = {"connect_timeout": "300"}
     server = postgres()
     server.execute("CREATE ROLE hasty LOGIN SUPERUSER")
     hasty = {
@@ -435,7 +442,10 @@ def test_nothing_cancels_a_commit_or_hides_its_warnings() -> None:
     }
     for setting, value in hasty.items():
         server.execute(f"ALTER ROLE hasty SET {setting} = {value}")
-    with server.database() as name, closing(PostgresState(server.url(name, "hasty"), "n")) as store:
+    with (
+        server.database() as name,
+        closing(PostgresState(server.url(name, "hasty", **connects), "n")) as store,
+    ):
         assert store._session is not None
         found = {
             setting: store._session.connection.execute(f"SHOW {setting}").fetchone()

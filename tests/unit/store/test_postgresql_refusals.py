@@ -25,10 +25,15 @@ from papaya.store.clusters import open_state, read_cluster
 from papaya.store.postgresql import PostgresState
 from papaya.store.postgresql_session import connection_string
 from papaya.store.state import SqliteState
-from tests.postgresql import Postgres, postgres
+from tests.postgresql import Postgres, be_patient, postgres
 from tests.system.tls import Authority, Certificates
 
 SECRET = "correct-horse-battery"
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
 
 
 @pytest.fixture
@@ -158,7 +163,7 @@ def a_server(answer: Callable[[socket.socket], None]) -> Iterator[int]:
     try:
         yield listening.getsockname()[1]
     finally:
-        thread.join(60)
+        thread.join(300)
         listening.close()
 
 
@@ -235,7 +240,7 @@ def tls_before(server: Postgres, shown: Certificates) -> Iterator[int]:
         listening.shutdown(socket.SHUT_RDWR)
         listening.close()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
 
 
 def test_state_over_tls(tmp_path: Path) -> None:
@@ -334,7 +339,7 @@ def reserved_port() -> Iterator[int]:
 
 
 def until_open(port: int) -> None:
-    ends_at = time.monotonic() + 60
+    ends_at = time.monotonic() + 300
     while True:
         try:
             socket.create_connection(("127.0.0.1", port)).close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
+from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
@@ -20,6 +21,13 @@ from tests.s3.server import BUCKET, KEY_ID, SECRET, S3Server, key_file, s3_serve
 
 VERSION = f"task/1/version-3-{'0' * 32}"
 SUM = f"task/1/sum-3-2-{'0' * 32}"
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the server may take long for an answer."""
+    for name in ("_CONNECT_TIMEOUT", "_REQUEST_TIMEOUT"):
+        monkeypatch.setattr(s3_blobs, name, timedelta(minutes=5))
 
 
 @pytest.fixture(scope="module")

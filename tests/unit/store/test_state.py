@@ -35,6 +35,7 @@ from papaya.sim.storage import StateTwin, StorageConfig
 from papaya.store import state
 from papaya.store.state import SqliteState
 
+LONG_S = 300.0  # a thread or process that has the write lock may get no processor
 MANY_BYTES = VersionRow(0, "x" * 100_000, seq=0, created=0.0)
 
 
@@ -238,7 +239,7 @@ def test_another_process_that_makes_the_file_at_the_same_time_is_waited_for(
         other.close()
 
     monkeypatch.setattr(time, "sleep", let_go)
-    store = SqliteState(path)
+    store = SqliteState(path, busy_timeout_s=LONG_S)
     assert store.transact(put("a", 1)) == "committed"
     assert len(waited) == 1
     store.close()
@@ -281,8 +282,9 @@ def test_transactions_that_share_a_sync_are_as_one_after_the_other(
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_threads_that_race_lose_no_increment(path: Path, shared: bool) -> None:
-    stores = [SqliteState(path)]
-    stores += [stores[0] if shared else SqliteState(path) for _ in range(2)]
+    stores = [SqliteState(path, busy_timeout_s=LONG_S)]
+    for _ in range(2):
+        stores.append(stores[0] if shared else SqliteState(path, busy_timeout_s=LONG_S))
     outcomes: list[Outcome] = []
 
     def race(store: SqliteState) -> None:
