@@ -117,7 +117,7 @@ def test_a_device_that_was_restarted_goes_on_with_a_download(
     async def fetched() -> Bundle:
         async with serving() as selector, open_session() as session:
             selector.replace["parameters"] = reply
-            source = DownloadsFrom(Downloads(session, 10.0), [selector.url])
+            source = DownloadsFrom(Downloads(session, 120.0), [selector.url])
             store = opened()
             try:
                 return await store.fetch(key, source, anything, NOW)

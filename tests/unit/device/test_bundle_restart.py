@@ -270,7 +270,7 @@ class Phone:
         store = BundleStore(self.folder / "bundles", {PIN.owner: POLICY})
         zero = asyncio.get_running_loop().time() - NOW
         now = lambda: asyncio.get_running_loop().time() - zero  # noqa: E731
-        async with asyncio.timeout(60), serving() as fake, process(now=now) as host:
+        async with asyncio.timeout(300), serving() as fake, process(now=now) as host:
             self._prepare(fake)
             with device(
                 host,

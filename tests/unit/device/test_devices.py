@@ -39,6 +39,7 @@ from tests.unit.device.fake_selector import (
     PACING,
     QUICK,
     UPDATE,
+    Clock,
     answer,
     device,
     joined,
@@ -90,7 +91,7 @@ class Watcher:
         return [event for event in self.events if isinstance(event, kind)]
 
     async def until(self, kind: type[Event], count: int = 1) -> None:
-        async with asyncio.timeout(120), self._news:
+        async with asyncio.timeout(300), self._news:
             await self._news.wait_for(lambda: len(self.of(kind)) >= count)
 
 
@@ -116,7 +117,7 @@ def test_devices_make_their_visits_and_end() -> None:
 def test_a_visit_counts_whatever_its_outcome() -> None:
     async def scenario() -> None:
         watcher = Watcher()
-        async with serving() as fake, process() as host, asyncio.timeout(120):
+        async with serving() as fake, process() as host, asyncio.timeout(300):
             fake.replace["check-in"] = answer(Rejected("no task", 0.0, 0.0))
             with device(host, fake.url, notify=watcher) as phone:
                 await phone.run_forever(visits=3)
@@ -134,7 +135,7 @@ def test_a_device_that_has_pinned_the_wrong_key_says_whose_tasks_it_waits_for(
 
     async def scenario() -> None:
         watcher, store = Watcher(), BundleStore(tmp_path, {owner: policy})
-        async with serving() as fake, process() as host, asyncio.timeout(120):
+        async with serving() as fake, process() as host, asyncio.timeout(300):
             fake.replace["check-in"] = answer(Rejected("no task", 0.0, 0.0))
             with device(host, fake.url, notify=watcher, bundles=store) as phone:
                 await phone.run_forever(visits=1)
@@ -149,13 +150,17 @@ def test_a_device_that_has_pinned_the_wrong_key_says_whose_tasks_it_waits_for(
 def test_only_so_many_train_at_a_time() -> None:
     async def scenario() -> None:
         training = most = 0
+        two_train = asyncio.Event()
 
         class Counting(ProtocolTrainer):
             async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
                 nonlocal training, most
                 training += 1
                 most = max(most, training)
+                if training == 2:
+                    two_train.set()
                 try:
+                    await two_train.wait()
                     return await super().train(assignment, store)
                 finally:
                     training -= 1
@@ -167,7 +172,8 @@ def test_only_so_many_train_at_a_time() -> None:
                 phones = [
                     opened.enter_context(device(host, fake.url, trainer=counting)) for _ in range(8)
                 ]
-                await DeviceRuntime(host, phones).run(visits=1)
+                async with asyncio.timeout(300):
+                    await DeviceRuntime(host, phones).run(visits=1)
         assert most == 2
 
     asyncio.run(scenario())
@@ -234,7 +240,7 @@ def test_a_device_that_becomes_ineligible_while_training_leaves() -> None:
         watcher, switch = Watcher(), Switch()
         eligibility = Eligibility([switch])
         async with serving() as fake, process(pacing=POLL, eligibility=eligibility) as host:
-            with device(host, fake.url, notify=watcher, trainer=trainer(60.0)) as phone:
+            with device(host, fake.url, notify=watcher, trainer=trainer(300.0)) as phone:
                 visit = asyncio.create_task(phone.visit())
                 await fake.arrival("parameters").wait()
                 switch.reason = "the battery is discharging"
@@ -268,11 +274,17 @@ def test_an_upload_goes_on_unless_it_would_cost_money(condition: Condition, endi
 
 def test_an_unreachable_server_is_told_once_and_again_when_it_is_back() -> None:
     async def scenario() -> None:
-        watcher = Watcher()
-        async with serving() as fake, process(notify=watcher) as host:
+        watcher, clock = Watcher(), Clock()
+
+        def pass_time(what: str) -> None:
+            """A visit that nobody answers is given up."""
+            if what in fake.replace:
+                clock.pass_(QUICK.give_up_s + 1.0)
+
+        async with serving() as fake, process(notify=watcher, now=clock) as host:
             fake.replace["check-in"] = reset
-            quick = structs.replace(QUICK, give_up_s=0.05)
-            with device(host, fake.url, config=quick, notify=watcher) as phone:
+            fake.on_seen = pass_time
+            with device(host, fake.url, notify=watcher) as phone:
                 running = asyncio.create_task(phone.run_forever())
                 await watcher.until(VisitEnded, 3)
                 assert len(watcher.of(SelectorUnreachable)) == 1
@@ -348,7 +360,7 @@ def test_expired_examples_go_whether_the_device_takes_part_or_not(tmp_path: Path
             ) as phone:
                 phone.store.add("text", [b"a secret of long ago"], host.now() - 11.0)
                 running = asyncio.create_task(phone.run_forever())
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(300):
                     while b"long ago" in path.read_bytes():
                         await asyncio.to_thread(phone.store.counts, "text", host.now())
                 phone.stop()

@@ -28,6 +28,7 @@ from tests.unit.device.fake_selector import (
 )
 
 LENGTH = len(PARAMETERS) // 4
+PATIENCE_S = 120.0  # no source here is given up because it is slow
 
 
 async def endless(request: web.Request) -> web.StreamResponse:
@@ -44,7 +45,9 @@ async def fetched(
     *fakes: FakeSelector, blobs_url: str | None = None, hosts: Sequence[str] = ()
 ) -> bytes:
     async with open_session() as session:
-        downloads = Downloads(session, 10.0, blobs_url, hosts=AllowedHosts(hosts, any_port=True))
+        downloads = Downloads(
+            session, PATIENCE_S, blobs_url, hosts=AllowedHosts(hosts, any_port=True)
+        )
         try:
             return await downloads.get(KEY, LENGTH, [fake.url for fake in fakes])
         finally:
@@ -83,7 +86,7 @@ def test_an_altered_bundle_is_not_called_parameters(kind: str) -> None:
     async def scenario() -> None:
         async with serving() as hostile, open_session() as session:
             hostile.replace["parameters"] = raw(b"other bytes")
-            downloads = Downloads(session, 10.0)
+            downloads = Downloads(session, PATIENCE_S)
             problem = f"cannot download the {kind} .*: the bytes do not match the hash"
             with pytest.raises(ProtocolError, match=problem):
                 await downloads.blob(key, 1000, [hostile.url])
@@ -305,7 +308,7 @@ def test_a_selector_without_urls_sends_the_bytes_itself(bad: Handler) -> None:
 def test_many_devices_download_a_version_once() -> None:
     async def scenario() -> None:
         async with serving() as fake, open_session() as session:
-            downloads = Downloads(session, 10.0)
+            downloads = Downloads(session, PATIENCE_S)
             asked = [downloads.get(KEY, LENGTH, [fake.url]) for _ in range(20)]
             assert await asyncio.gather(*asked) == [PARAMETERS] * 20
             assert await downloads.get(KEY, LENGTH, [fake.url]) == PARAMETERS
@@ -325,7 +328,7 @@ def test_a_device_that_leaves_does_not_take_the_download_from_the_others() -> No
                 return web.Response(body=PARAMETERS)
 
             fake.replace["parameters"] = slow
-            downloads = Downloads(session, 10.0)
+            downloads = Downloads(session, PATIENCE_S)
             leaves = asyncio.create_task(downloads.get(KEY, LENGTH, [fake.url]))
             stays = asyncio.create_task(downloads.get(KEY, LENGTH, [fake.url]))
             await fake.arrival("parameters").wait()
@@ -342,7 +345,7 @@ def test_a_device_that_leaves_does_not_take_the_download_from_the_others() -> No
 def test_a_failed_download_is_tried_anew() -> None:
     async def scenario() -> None:
         async with serving() as fake, open_session() as session:
-            downloads = Downloads(session, 10.0)
+            downloads = Downloads(session, PATIENCE_S)
             fake.replace["parameters"] = raw(b"", 503)
             with pytest.raises(ProtocolError, match="503"):
                 await downloads.get(KEY, LENGTH, [fake.url])
@@ -365,7 +368,7 @@ def test_the_cache_stays_within_its_bytes() -> None:
 
         async with serving() as fake, open_session() as session:
             fake.replace["parameters"] = serve
-            downloads = Downloads(session, 10.0, cache_bytes=200)
+            downloads = Downloads(session, PATIENCE_S, cache_bytes=200)
             for key in (*blobs, *reversed(blobs)):
                 await downloads.get(key, 25, [fake.url])
             assert len(fake.seen) == 4  # only the oldest had to go
@@ -392,7 +395,7 @@ def test_the_cache_stays_within_its_bytes() -> None:
 def test_a_key_of_another_form_is_asked_of_nobody(key: str) -> None:
     async def scenario() -> None:
         async with serving() as fake, open_session() as session:
-            downloads = Downloads(session, 10.0)
+            downloads = Downloads(session, PATIENCE_S)
             with pytest.raises(ProtocolError, match="key"):
                 await downloads.get(key, LENGTH, [fake.url])
             assert fake.seen == []
@@ -408,7 +411,7 @@ def test_a_key_names_its_task() -> None:
 def saved(path: Path, *fakes: FakeSelector) -> Coroutine[Any, Any, None]:
     async def save() -> None:
         async with open_session() as session:
-            downloads = Downloads(session, 10.0)
+            downloads = Downloads(session, PATIENCE_S)
             urls = [fake.url for fake in fakes]
             await DownloadsFrom(downloads, urls).file(KEY, len(PARAMETERS), path)
 

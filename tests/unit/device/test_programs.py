@@ -29,6 +29,8 @@ from tests.unit.learning.executorch.small_program import (
 
 T = TypeVar("T")
 INITIAL = np.array([0.1, -0.2, 0.3], FLOAT32)
+# Jobs have a low priority: on a busy machine they wait long for a processor.
+PATIENCE_S = 900.0
 
 
 class Programs:
@@ -47,7 +49,7 @@ class Programs:
         *examples: bytes,
         kind: Literal["train", "evaluate", "load"] = "train",
         file: int = 0,
-        timeout_s: float = 120.0,
+        timeout_s: float = PATIENCE_S,
         initial: np.ndarray[Any, Any] = INITIAL,
     ) -> JobResult:
         path = str(self.files[file])
@@ -147,7 +149,7 @@ def test_a_damaged_program_fails_alone(programs: Programs) -> None:
     endings = []
     for number in range(2, len(programs.files)):
         try:
-            programs.run(file=number, timeout_s=60.0)
+            programs.run(file=number, timeout_s=PATIENCE_S)
             endings.append("trained")
         except JobFailed as error:
             endings.append(error.kind)

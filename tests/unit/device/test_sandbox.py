@@ -29,6 +29,8 @@ from papaya.learning.evaluation import EVALUATION_LENGTH, summarize
 from papaya.learning.parameters import encode
 
 T = TypeVar("T")
+# Jobs have a low priority: on a busy machine they wait long for a processor.
+PATIENCE_S = 900.0
 
 # A model of one number that moves by the sum of its examples, and examples that misbehave.
 SOURCE = """
@@ -132,10 +134,10 @@ class Bench:
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(work)
 
-    def run(self, *examples: str, timeout_s: float = 300.0) -> JobResult:
+    def run(self, *examples: str, timeout_s: float = PATIENCE_S) -> JobResult:
         return self.do(self.sandbox.run(self.job(*examples), timeout_s))
 
-    def failure(self, *examples: str, timeout_s: float = 300.0) -> JobFailed:
+    def failure(self, *examples: str, timeout_s: float = PATIENCE_S) -> JobFailed:
         with pytest.raises(JobFailed) as raised:
             self.run(*examples, timeout_s=timeout_s)
         return raised.value
@@ -202,16 +204,16 @@ def test_a_job_returns_what_the_device_keeps_and_no_more(tmp_path: Path) -> None
         await sandbox.start()
         try:
             assert [task.terms.keeps_tensors for task in sandbox.tasks] == [True]
-            trial = await sandbox.run(Job("try", str(file), b"", ()), 60.0)
+            trial = await sandbox.run(Job("try", str(file), b"", ()), PATIENCE_S)
             assert trial == JobResult(b"", 0, keeps_tensors=True)
             state, biases = b"", list[float]()
             for _ in range(3):
                 job = Job("train", str(file), parameters, (b"x",), device_state=state)
-                state = (await sandbox.run(job, 60.0)).device_state
+                state = (await sandbox.run(job, PATIENCE_S)).device_state
                 biases += np.frombuffer(state, np.float32, offset=16).tolist()
             assert np.diff(biases).tolist() == [-1.0, -1.0]
             with pytest.raises(JobFailed, match=r"too much to be kept|more data than a result"):
-                await sandbox.run(Job("train", str(file), parameters, (b"flood",)), 60.0)
+                await sandbox.run(Job("train", str(file), parameters, (b"flood",)), PATIENCE_S)
         finally:
             await sandbox.close()
 
@@ -219,7 +221,7 @@ def test_a_job_returns_what_the_device_keeps_and_no_more(tmp_path: Path) -> None
 
 
 def test_a_job_evaluates_with_weight_one(bench: Bench) -> None:
-    result = bench.do(bench.sandbox.run(bench.job("a", "b", kind="evaluate"), 60.0))
+    result = bench.do(bench.sandbox.run(bench.job("a", "b", kind="evaluate"), PATIENCE_S))
     assert (len(result.update), result.examples) == (4 * EVALUATION_LENGTH, 1)
     share = summarize(np.frombuffer(result.update, np.float32)).all
     assert (share.loss, share.examples, share.clients) == (3.0, 2, 1)
@@ -227,7 +229,8 @@ def test_a_job_evaluates_with_weight_one(bench: Bench) -> None:
 
 def test_jobs_run_side_by_side_and_beyond_the_limit_in_turn(bench: Bench) -> None:
     async def many() -> list[JobResult]:
-        return await asyncio.gather(*(bench.sandbox.run(bench.job("x"), 60) for _ in range(9)))
+        runs = (bench.sandbox.run(bench.job("x"), PATIENCE_S) for _ in range(9))
+        return await asyncio.gather(*runs)
 
     assert [result.examples for result in bench.do(many())] == [1] * 9
 
@@ -292,7 +295,7 @@ def test_a_job_that_makes_no_sense_is_refused(
 ) -> None:
     job = msgspec.structs.replace(bench.job("x"), **change)
     with pytest.raises(JobFailed, match=reason) as raised:
-        bench.do(bench.sandbox.run(job, 60.0))
+        bench.do(bench.sandbox.run(job, PATIENCE_S))
     assert raised.value.kind == "refused"
 
 
@@ -306,7 +309,7 @@ class Held:
 
     def wait(self) -> bytes:
         """What the job wrote, once it did; nothing, once all of its processes are gone."""
-        assert select.select([self._end], [], [], 300)[0], "nothing happened for minutes"
+        assert select.select([self._end], [], [], PATIENCE_S)[0], "nothing happened for minutes"
         return os.read(self._end, 1)
 
     async def until_running(self, processes: int = 2) -> None:
@@ -322,7 +325,9 @@ def test_a_cancelled_job_is_ended_with_all_that_it_started(bench: Bench, tmp_pat
     held = Held(tmp_path)
 
     async def cancelled() -> None:
-        running = asyncio.create_task(bench.sandbox.run(bench.job(f"family {held.path}"), 300.0))
+        running = asyncio.create_task(
+            bench.sandbox.run(bench.job(f"family {held.path}"), PATIENCE_S)
+        )
         await held.until_running()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -340,7 +345,7 @@ def test_waiting_for_a_free_place_counts_towards_the_timeout_except_for_a_trial(
     async def crowded() -> None:
         async with asyncio.TaskGroup() as group:
             running = [
-                group.create_task(bench.sandbox.run(bench.job(f"family {held.path}"), 300.0))
+                group.create_task(bench.sandbox.run(bench.job(f"family {held.path}"), PATIENCE_S))
                 for held in both
             ]
             for held in both:
@@ -369,7 +374,9 @@ def test_a_fork_server_that_dies_takes_its_jobs_along_and_is_started_again(tmp_p
         runner.run(bench.sandbox.start())
 
         async def killed() -> None:
-            running = asyncio.create_task(bench.sandbox.run(bench.job(f"hang {held.path}"), 300.0))
+            running = asyncio.create_task(
+                bench.sandbox.run(bench.job(f"hang {held.path}"), PATIENCE_S)
+            )
             await held.until_running(processes=1)
             os.kill(bench.server_pid, signal.SIGKILL)
             with pytest.raises(JobFailed, match="was killed by SIGKILL") as raised:
@@ -412,7 +419,7 @@ async def main():
     await sandbox.start()
     parameters = bytes.fromhex(sys.argv[3])
     examples = (f"family {sys.argv[2]}".encode(),)
-    await sandbox.run(Job("train", sys.argv[1], parameters, examples), 60)
+    await sandbox.run(Job("train", sys.argv[1], parameters, examples), float(sys.argv[4]))
 
 asyncio.run(main())
 """
@@ -422,6 +429,7 @@ def test_nothing_outlives_a_host_that_is_killed(bench: Bench, tmp_path: Path) ->
     held = Held(tmp_path)
     parameters = bench.job("x").parameters.hex()
     arguments = [sys.executable, "-c", HOST, str(bench.file), str(held.path), parameters]
+    arguments.append(str(PATIENCE_S))
     with subprocess.Popen(arguments) as host:
         bench.do(held.until_running())
         host.kill()
@@ -439,7 +447,9 @@ def test_a_job_that_is_cancelled_twice_leaves_no_exception_behind(tmp_path: Path
             asyncio.get_running_loop().set_exception_handler(
                 lambda _, context: problems.append(context["message"])
             )
-            running = asyncio.create_task(bench.sandbox.run(bench.job(f"hang {held.path}"), 300.0))
+            running = asyncio.create_task(
+                bench.sandbox.run(bench.job(f"hang {held.path}"), PATIENCE_S)
+            )
             await held.until_running(processes=1)
             os.kill(bench.server_pid, signal.SIGSTOP)  # it cannot end the job
             for _ in range(2):
@@ -462,7 +472,7 @@ def test_a_closed_sandbox_ends_its_jobs(tmp_path: Path) -> None:
 
         async def closed() -> None:
             running = asyncio.create_task(
-                bench.sandbox.run(bench.job(f"family {held.path}"), 300.0)
+                bench.sandbox.run(bench.job(f"family {held.path}"), PATIENCE_S)
             )
             await held.until_running()
             await bench.sandbox.close()
@@ -484,7 +494,7 @@ def test_a_fork_server_that_is_not_ready_is_not_waited_for(
         ours.setblocking(False)
         with theirs:
             process = await asyncio.create_subprocess_exec("sleep", "600")
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(PATIENCE_S):
                 await _ForkServer(process, ours).close()
         assert process.returncode == -signal.SIGKILL
 

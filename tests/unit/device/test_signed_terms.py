@@ -73,7 +73,7 @@ def visit(
     trust = changes.pop("trust", None)
 
     async def scenario() -> tuple[Finish, list[str]]:
-        async with asyncio.timeout(60), serving() as fake, process(trust=trust) as host:
+        async with asyncio.timeout(300), serving() as fake, process(trust=trust) as host:
             prepare(fake)
             with device(host, fake.url, bundles=bundles, notify=events.append, **changes) as phone:
                 return await phone.visit(), fake.seen

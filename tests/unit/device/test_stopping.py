@@ -31,7 +31,7 @@ def test_a_signal_makes_every_device_leave() -> None:
         async with serving() as fake, process() as host:
             with ExitStack() as opened:
                 phones = [
-                    opened.enter_context(device(host, fake.url, trainer=trainer(60.0)))
+                    opened.enter_context(device(host, fake.url, trainer=trainer(300.0)))
                     for _ in range(3)
                 ]
                 runtime = DeviceRuntime(host, phones)
@@ -39,7 +39,7 @@ def test_a_signal_makes_every_device_leave() -> None:
                     running = asyncio.create_task(runtime.run())
                     await fake.arrival("parameters").wait()
                     os.kill(os.getpid(), signal.SIGTERM)
-                    async with asyncio.timeout(120):
+                    async with asyncio.timeout(300):
                         await running
         assert fake.seen.count("leave") == fake.seen.count("join") >= 1
 
@@ -82,7 +82,7 @@ def test_stopping_is_bounded_even_if_the_server_says_nothing() -> None:
                 running = asyncio.create_task(runtime.run())
                 await fake.arrival("chunk").wait()
                 runtime.stop()
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(300):
                     await running
 
     asyncio.run(scenario())
@@ -101,7 +101,7 @@ def test_a_device_that_is_told_to_stop_while_it_joins_leaves_what_it_joined() ->
 
             fake.replace["join"] = stop_first
             with device(host, fake.url, notify=events.append) as phone:
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(300):
                     await phone.run_forever()
         [leave] = [message for message in fake.messages if isinstance(message, Leave)]
         assert leave == Leave(JOINED.ticket, "stopped")

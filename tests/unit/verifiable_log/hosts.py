@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _DRIP_S = 0.01
-_DRIPS = 1000  # ten seconds, so that a reader without a limit of its own fails, and does not hang
+_DRIPS = 6000  # a minute, so that a reader without a limit of its own fails, and does not hang
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):

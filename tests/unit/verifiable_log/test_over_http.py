@@ -17,7 +17,7 @@ from tests.unit.verifiable_log.hosts import Dripping, serving
 
 # A TLS record of sixteen thousand bytes, of which one comes now and then.
 _HANDSHAKE = b"\x16\x03\x03\x40\x00"
-_LONG_S = 20.0
+_LONG_S = 120.0
 
 
 def test_a_file_is_read_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
