@@ -17,6 +17,7 @@ from papaya.credentials.token_files import Secret
 from papaya.http.listener import serve
 from papaya.server.admin.accounts import Identities
 from papaya.server.admin.routes import AdminRoutes
+from tests.unit.http.loopback import PATIENT
 from tests.unit.server.admin.builders import System
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ class AdminServer:
         self._loop = loop
 
     def call(self, coroutine: Coroutine[None, None, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=60)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=300)
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def admin_server(folder: Path) -> Iterator[AdminServer]:
         loop = asyncio.get_running_loop()
         identities = Identities(system.state, Secret(TOKEN), system.now)
         routes = AdminRoutes(system.service, identities).routes()
-        listening = await serve(routes, "127.0.0.1", 0)
+        listening = await serve(routes, "127.0.0.1", 0, limits=PATIENT)
         url = f"http://127.0.0.1:{listening.port}"
         found.append(AdminServer(system, loop, url))
         stop.append(lambda: loop.call_soon_threadsafe(stopping.set))
@@ -59,13 +60,13 @@ def admin_server(folder: Path) -> Iterator[AdminServer]:
     thread = Thread(target=lambda: asyncio.run(run()))
     thread.start()
     try:
-        assert started.wait(timeout=60)
+        assert started.wait(timeout=300)
         (folder / "admin.token").write_text(f"{TOKEN}\n", encoding="ascii")
         yield found[0]
     finally:
         for end in stop:
             end()
-        thread.join(timeout=60)
+        thread.join(timeout=300)
 
 
 def papaya(*arguments: str) -> int:

@@ -86,11 +86,11 @@ def a_server() -> Iterator[FakeSelector]:
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
     try:
-        assert started.wait(120)
+        assert started.wait(300)
         yield ready[0]
     finally:
         loop.call_soon_threadsafe(over.set)
-        thread.join(60)
+        thread.join(300)
         loop.close()
 
 
@@ -177,7 +177,7 @@ def test_an_unreachable_server_is_named_once_with_a_hint(tmp_path: Path) -> None
         lines = [process.stderr.readline() for _ in range(3)]
         process.terminate()
         rest = process.stderr.read()
-        assert process.wait(120) == 0
+        assert process.wait(300) == 0
     assert lines[0] == "1 device for any task\n"
     assert "http://127.0.0.1:9 does not answer" in lines[1]
     assert "papaya serve" in lines[2]

@@ -34,7 +34,7 @@ def needs(shell: str) -> pytest.MarkDecorator:
 
 def run(*command: str, text: str = "") -> set[str]:
     done = subprocess.run(
-        command, input=text, capture_output=True, text=True, timeout=60, check=True
+        command, input=text, capture_output=True, text=True, timeout=300, check=True
     )
     return {line.split("\t")[0].strip() for line in done.stdout.splitlines() if line.strip()}
 

@@ -28,7 +28,8 @@ class Telling(TsaConnection):
     """`told` is set when a task was forgotten, however that went."""
 
     def __init__(self, deployment: Deployment) -> None:
-        super().__init__(deployment, str(deployment.tsa), time.time, CLUSTER)
+        deadlines_s = (PATIENCE_S, PATIENCE_S)
+        super().__init__(deployment, str(deployment.tsa), time.time, CLUSTER, *deadlines_s)
         self.told = Event()
         self.adapter = TsaAdapter(self, lambda digest: TsaEvidence("software", b"", b"", 0))
 

@@ -20,7 +20,7 @@ import pytest
 from papaya.errors import OperatorError
 from papaya.sim.jobs import Tell, _Worker, mapping, take_away_parts, write_whole
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 
 def double(number: int) -> int:

@@ -103,7 +103,7 @@ class System:
     """The admin service and the supervisor on real stores."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = SqliteState(folder / "state.db")
+        self.store = SqliteState(folder / "state.db", busy_timeout_s=300.0)
         self.state = StoredState(self.store)
         self.blobs = FolderBlobs(folder / "blobs")
         self.live = FakeLive()
