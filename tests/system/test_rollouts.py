@@ -92,7 +92,11 @@ def test_bad_settings_are_taken_back_and_good_ones_reach_all_devices(tmp_path: P
             restored = back["task"]["version"]
             world.admin.until_task(run, lambda found: found["evaluated"] >= restored, STEP_S)
 
-            world.task("rollout", "opened", "--set", "client.rate=0.02", "--share", "90%", *judged)
+            # On a busy machine, participations may end as silent whatever the settings are.
+            world.task(
+                *("rollout", "opened", "--set", "client.rate=0.02", "--share", "90%"),
+                *(*judged, "--failures", "1"),
+            )
             done = until_rollout(world, "finished")
             assert (done["task"]["revision"], done["task"]["signed"]) == (4, 5)
             world.until_version(run, done["task"]["version"] + 1)
