@@ -33,6 +33,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
+from numbers import Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -189,7 +190,7 @@ def sweep(
     task: TaskLike,
     clients: object = None,
     *,
-    vary: Mapping[str, Sequence[float]],
+    vary: Mapping[str, Iterable[SweptValue]],
     regimes: Sequence[Regime] = (),
     partition: Partition | str | None = None,
     seeds: int = 1,
@@ -224,7 +225,7 @@ def sweep(
         | {"jobs": jobs},
         {"hours": hours, "target": target, "seconds_per_example": seconds_per_example},
     )
-    values: dict[str, tuple[SweptValue, ...]] = {name: tuple(vary[name]) for name in vary}
+    values = _swept(vary)
     together = updates_together(values, regimes, seeds, updates, hours)
     steps = _chosen_steps(task, steps, together, ray, progress)
     prepared = _prepared(
@@ -438,6 +439,19 @@ def _check_numbers(counts: Mapping[str, int | None], others: Mapping[str, float 
     for name, value in others.items():
         if value is not None:
             require_number(name, value)
+
+
+def _swept(vary: Mapping[str, Iterable[SweptValue]]) -> dict[str, tuple[SweptValue, ...]]:
+    """Numbers of numpy become Python's."""
+    swept: dict[str, tuple[SweptValue, ...]] = {}
+    for name, values in vary.items():
+        is_list = isinstance(values, Iterable) and not isinstance(values, str)
+        several = tuple(values) if is_list else ()
+        holds = is_list and all(isinstance(value, str | Real) for value in several)
+        remedy = f'write vary={{"{name}": (1, 2)}}'
+        require(holds, f"vary[{name!r}]", values, "must be a list of numbers or names", remedy)
+        swept[name] = tuple(v if isinstance(v, str | int) else float(v) for v in several)
+    return swept
 
 
 def _population(population: PopulationConfig | int) -> PopulationConfig:

@@ -17,7 +17,7 @@ from msgspec import structs
 import papaya
 from papaya.cli.main import main
 from papaya.config import StopRule, Weighting
-from papaya.errors import OperatorError, PapayaError
+from papaya.errors import ConfigError, OperatorError, PapayaError
 from papaya.learning.task import Task, load_task
 from papaya.study import notebook, simulation
 from papaya.study.checkpoint import Checkpoints
@@ -290,6 +290,19 @@ def test_a_sweep_has_the_means_of_the_metrics(tmp_path: Path) -> None:
     table = found.table[["metrics.right", "metrics_spread.right"]]
     assert table.loc[0].tolist() == pytest.approx([np.mean(ends), np.std(ends, ddof=1)])
     assert table.loc[1].isna().all(), "it diverged"
+
+
+@pytest.mark.parametrize("values", [5, "sgd", [[0.1]], (0.1, None)])
+def test_values_that_cannot_be_varied_are_refused_at_once(values: Any) -> None:
+    message = "must be a list of numbers or names"
+    with pytest.raises(ConfigError, match=message) as refused:
+        papaya.sweep(EXAMPLE, vary={"client_rate": values})
+    assert 'vary={"client_rate": (1, 2)}' in refused.value.hint
+
+
+def test_numbers_of_numpy_can_be_varied() -> None:
+    found = papaya.sweep(EXAMPLE, some_clients(), vary={"K": np.array([2, 4])}, **SMALL)
+    assert found.table["K"].tolist() == [2, 4]
 
 
 def test_a_setting_that_diverged_has_no_loss_in_the_table() -> None:
