@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import select
 import socket
 import ssl
 import struct
@@ -279,6 +280,9 @@ def test_a_connection_that_was_reset_before_the_handshake_is_closed(contexts: Co
         ours, theirs = tcp_pair()
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         theirs.close()
+        watch = select.poll()
+        watch.register(ours, 0)
+        assert watch.poll(60_000), "the reset has not arrived"
         with pytest.raises(OSError):  # noqa: PT011  # which one depends on the kernel
             await start_tls(ours, contexts[0], Recorder, timeout_s=60)
         assert ours.fileno() == -1

@@ -14,6 +14,7 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
+from msgspec import structs
 
 from papaya import __version__
 from papaya.aggregator.work import GetOffers, Restore
@@ -539,6 +540,7 @@ def test_proxies_and_the_limit_per_address_are_for_devices(
     async def run() -> None:
         limits = {"proxies": ("127.0.0.1",), "max_connections_per_address": 1}
         server = Server(deployment(tmp_path, **limits, **own), roles)
+        server._device_limits = structs.replace(server._device_limits, head_timeout_s=DEADLINE_S)
         await server.start()
         try:
             devices, admin = (
