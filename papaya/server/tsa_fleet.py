@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -53,6 +53,8 @@ class TsaFleet:
         self._guard = Lock()  # of what follows
         self._links: dict[str, TsaConnection] = {}  # by address
         self._rows: dict[bytes, tuple[TsaRow, float]] = {}  # by parameters; when it was read
+        self._choosing = Lock()  # of what follows
+        self._chosen: dict[str, str] = {}  # addresses of tasks without a row yet, by key
         for address in self._addresses:
             self._link(address)
 
@@ -119,19 +121,34 @@ class TsaFleet:
 
     def _assign(self, digest: bytes) -> None:
         """Choose a TSA that answers. Another aggregator may be faster: its choice counts."""
-        rows = self._ask(self._read(TSAS)).values()
-        tasks = Counter(row.address for row in rows if isinstance(row, TsaRow))
-        problem: TsaError | None = None
-        for address in sorted(self._addresses, key=lambda address: tasks[address]):
-            try:
-                identity = _identity(self._link(address))
-            except TsaError as error:
-                problem = error
-                continue
-            self._put(digest, None, TsaRow(address, identity))
-            return
-        assert problem is not None
-        raise problem
+        key, away = tsa_key(digest), dict[str, TsaError]()
+        try:
+            while (address := self._choose(key, away)) is not None:
+                try:
+                    identity = _identity(self._link(address))
+                except TsaError as error:
+                    away[address] = error
+                else:
+                    self._put(digest, None, TsaRow(address, identity))
+                    return
+        finally:
+            with self._choosing:
+                self._chosen.pop(key, None)
+        raise away.popitem()[1]
+
+    def _choose(self, key: str, away: Collection[str]) -> str | None:
+        """The address with the fewest tasks, apart from those that are `away`. Tasks of other
+        threads count from their choice on, because a TSA may take long to answer.
+        """
+        with self._choosing:
+            rows = self._ask(self._read(TSAS))
+            addresses = {k: row.address for k, row in rows.items() if isinstance(row, TsaRow)}
+            tasks = Counter((self._chosen | addresses).values())
+            left = [address for address in self._addresses if address not in away]
+            if not left:
+                return None
+            self._chosen[key] = min(left, key=lambda address: tasks[address])
+            return self._chosen[key]
 
     def _known(self, digest: bytes) -> TsaRow | None:
         with self._guard:

@@ -243,6 +243,27 @@ def test_aggregators_that_choose_at_once_agree(tmp_path: Path) -> None:
     in_a_world(tmp_path, main)
 
 
+def test_tasks_that_begin_at_once_are_spread(tmp_path: Path) -> None:
+    """Each gets its first offers on a thread of its own."""
+    configs = [structs.replace(SECURE, task=f"task-{i}") for i in range(8)]
+
+    async def main(world: World) -> None:
+        with running(tsa=TSA(entropy("one"))) as one, running(tsa=TSA(entropy("two"))) as two:
+            driver = Driver(MemoryBlobs(), threads=1, tsa=world.aggregator(one, two))
+            try:
+                for config in configs:
+                    driver.workers.perform(GetOffers(config, 1, 1))
+                await driver.until(Offered, len(configs))
+                tasks = [task for config in configs if (task := config.public_parameters)]
+                addresses = await world.addresses(tasks)
+                assert sorted(addresses) == sorted([one] * 4 + [two] * 4)
+            finally:
+                await driver.workers.close()
+            world.close()
+
+    in_a_world(tmp_path, main)
+
+
 class Freezing:
     """Entropy of a TSA, which has one thread: while it waits here, it answers nobody."""
 
