@@ -80,7 +80,9 @@ class TsaClient:
 
     def register(self, parameters: PublicParameters) -> bytes:
         """Returns the hash by which the TSA knows these parameters."""
-        self._largest_bytes = max(self._largest_bytes, parameters.vector_bytes)
+        vector_bytes = parameters.vector_bytes
+        with self._lock:
+            self._largest_bytes = max(self._largest_bytes, vector_bytes)
         return self._call(wire.register_request(parameters.encode()), HASH_BYTES)
 
     def offers(self, parameters_hash: bytes, count: int) -> list[Offer]:

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack, suppress
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import SealedUpdate, Terms, UnsealedUpdate
 from papaya.secagg.unmask import Unmasking
 from papaya.secagg.words import BLOCK, WORD
@@ -82,6 +84,25 @@ def test_seeds_are_summed_while_nobody_asks() -> None:
         while (status := client.status(parameters_hash)).waiting_seeds:
             pass
         assert status.groups == ((0, 3),)
+
+
+def test_a_smaller_vector_that_is_registered_meanwhile_shortens_no_deadline() -> None:
+    """Each secure task registers on a thread of its own."""
+    large, small = a_task(task="large", length=BLOCK), a_task(task="small")
+
+    class Slow(PublicParameters):
+        """Another thread registers while its size is looked up."""
+
+        @property
+        def vector_bytes(self) -> int:
+            thread = threading.Thread(target=client.register, args=(large,))
+            thread.start()
+            thread.join()
+            return small.vector_bytes
+
+    with running() as where, a_client(where) as client:
+        client.register(Slow(**{each.name: getattr(small, each.name) for each in fields(small)}))
+        assert client._largest_bytes == large.vector_bytes
 
 
 def test_open_groups_can_be_dropped() -> None:
