@@ -147,8 +147,6 @@ class HeldTask:
         self._tokens = tokens
         # The token of the read that loads the task.
         self._read_token = 0
-        # The rows have been read at least once, so it is known how many clients are awaited.
-        self._has_rows = False
         # Deadlines are swept at most once per interval.
         self._swept_at = 0.0
         self._sweep_s = server.heartbeat_s / 20
@@ -195,7 +193,6 @@ class HeldTask:
             self.offers.on_loaded(self.pipeline)
         self.revisions = Revisions(self.pipeline, self._server)
         self.slots.load(self.pipeline)
-        self._has_rows = True
         self.endings.load(self.pipeline, self.revisions)
         self.queue.load(self.pipeline, self.revisions, self.offers)
         self.participants.load(self.pipeline, self.revisions)
@@ -325,7 +322,7 @@ class HeldTask:
             joined=slots.confirmations.name_in(number),
             version=self.ledger.version if self.has_served else 0,
             drained=self.is_drained,
-            awaited=slots.awaited if self._has_rows and is_adopting else 0,
+            awaited=slots.awaited if is_adopting else 0,
             endings=tuple((name, n) for name, n in self.counters.items() if is_reported(name)),
         )
 

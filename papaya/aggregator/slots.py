@@ -42,7 +42,8 @@ class Slots:
         self.promises = Promises(seq, epoch, leases)
         # Joins that the Coordinator still has to hear of.
         self.confirmations = Confirmations()
-        # The active clients of earlier holders, None if unknown, and how many have come.
+        # The active clients of earlier holders, and how many have come. None if unknown: from the
+        # first load on, as many as there can be.
         self._predecessors_active = 0 if seq == 1 else predecessors_active
         self._have_come = 0
         # Until then room is kept for the clients of earlier holders that are still expected.
@@ -56,6 +57,8 @@ class Slots:
 
     def load(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
+        if self._predecessors_active is None:
+            self._predecessors_active = pipeline.config.concurrency
 
     def open(self, now: float, wait_s: float) -> None:
         """The task is served for the first time. A client of an earlier holder that has not come
@@ -99,10 +102,8 @@ class Slots:
 
     @property
     def awaited(self) -> int:
-        """Those of them that have no lease any more."""
-        active = self._predecessors_active
-        first = self._pipeline.config.concurrency if active is None else active
-        return max(0, first - self._have_come)
+        """Those of them that have no lease any more; 0 while it is not known."""
+        return max(0, (self._predecessors_active or 0) - self._have_come)
 
     def wanted(self, now: float) -> int:
         """Client demand without the room that is kept for clients of earlier holders."""

@@ -170,6 +170,21 @@ def test_a_task_that_halts_before_it_is_served_is_reported_with_those_clients_to
     assert report.awaited == 3
 
 
+def test_a_task_that_this_aggregator_cannot_serve_is_reported_with_those_clients_too() -> None:
+    world = World(an_async_task(2), upload_bytes=1)
+    node = world.start()
+    world.place(node, active=3)
+    world.pass_s(10)
+    # Nobody has held it before.
+    assert "raise upload_memory_mb" in node.last_report().halted
+    assert node.last_report().awaited == 0
+    second = world.start("agg-2")
+    world.place(second, active=3)
+    world.pass_s(10)
+    assert "raise upload_memory_mb" in second.last_report().halted
+    assert second.last_report().awaited == 3
+
+
 def test_a_task_that_cannot_be_loaded_may_leave_a_process_that_stops() -> None:
     world = World(an_async_task(2))
     node = world.start()
