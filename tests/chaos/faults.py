@@ -162,11 +162,15 @@ class Stalls:
         return self.longest_s > self._heartbeat_s / 2
 
     def _watch(self) -> None:
-        waited: dict[int, float] = {}
-        while not self._over.wait(self._heartbeat_s):
-            before, waited = waited, {pid: _waited_s(pid) for pid in (os.getpid(), *self._pids())}
+        waited, is_over = self._waited(), False
+        while not is_over:
+            is_over = self._over.wait(self._heartbeat_s)
+            before, waited = waited, self._waited()
             for pid in before.keys() & waited.keys():
                 self.longest_s = max(self.longest_s, waited[pid] - before[pid])
+
+    def _waited(self) -> dict[int, float]:
+        return {pid: _waited_s(pid) for pid in (os.getpid(), *self._pids())}
 
 
 def _waited_s(pid: int) -> float:
