@@ -70,7 +70,7 @@ def running(folder: Path) -> Iterator[Server]:
     config = folder / "papaya.toml"
     config.write_text(
         'devices = "127.0.0.1:0"\nadmin = "127.0.0.1:0"\ndata = "data"\n'
-        "[server]\nheartbeat_s = 3.0\nmin_retry_s = 0.2\n"
+        "[server]\nheartbeat_s = 10.0\nmin_retry_s = 0.2\n"
     )
     command = [sys.executable, "-m", "papaya", "serve", "--format", "json"]
     with subprocess.Popen(
