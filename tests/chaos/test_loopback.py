@@ -49,7 +49,7 @@ from tests.system.test_secure import until
 
 _DEVICES = 40
 _SEED = int(os.environ.get("PAPAYA_CHAOS_SEED", "1"))
-_END_S = 300.0
+_END_S = 600.0
 _NOTICED_S = 30.0
 _ROOT = Path(__file__).parents[2]
 

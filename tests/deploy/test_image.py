@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LINES = (REPOSITORY / "deploy" / "Containerfile").read_text().splitlines()
-_START_S = 120.0
+_START_S = 300.0
 
 
 def instructions(name: str) -> list[str]:

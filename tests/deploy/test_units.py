@@ -27,7 +27,7 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
         [analyze, "verify", "--man=no", *(str(tmp_path / unit.name) for unit in FILES)],
         capture_output=True,
         text=True,
-        timeout=120.0,
+        timeout=300.0,
         check=False,
     )
     if "Failed to" in done.stderr and "manager" in done.stderr:
