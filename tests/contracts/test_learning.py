@@ -302,7 +302,7 @@ def test_another_process_learns_the_same_curve(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=True,
     )
     assert other.stdout.strip() == fingerprint()

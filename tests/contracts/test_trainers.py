@@ -375,7 +375,7 @@ if __name__ == "__main__":
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         check=False,
-        timeout=300,
+        timeout=1200,
     )
     assert killed.returncode == -signal.SIGKILL
     assert len(killed.stdout.split()) == 2
