@@ -226,8 +226,8 @@ class Kit:
             max_examples=100,
             participation_gap_s=scenario.participation_gap_s,
             commit_interval_s=0.05,
-            training_timeout_s=60.0,
-            upload_timeout_s=60.0,
+            training_timeout_s=600.0,
+            upload_timeout_s=600.0,
         )
 
     async def _submit(self, config: TaskConfig) -> None:
