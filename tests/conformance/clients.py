@@ -32,10 +32,10 @@ from papaya.verifiable_log.record import Record
 
 CONFIG = DeviceConfig(
     request_timeout_s=10.0,
-    check_in_timeout_s=20.0,
+    check_in_timeout_s=60.0,
     backoff_s=0.05,
     max_backoff_s=0.5,
-    give_up_s=60.0,
+    give_up_s=300.0,
     participation_floor_s=0.0,
 )
 PACING = CheckInPacing(pause_s=0.0, backoff_s=0.05, max_backoff_s=0.2, leave_s=60.0)
