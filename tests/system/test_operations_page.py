@@ -22,7 +22,7 @@ from tests.system.test_roles_anywhere import CLEAR
 from tests.system.test_secure import GOAL, STEP_S, admin_of, counted, url
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-_SHELL_S = 240.0
+_SHELL_S = 600.0
 
 
 def commands(page: str, heading: str) -> list[str]:
