@@ -81,7 +81,7 @@ async def visit_for_hours(
             clock.pass_(1e4)
 
     fake.on_seen = pass_time
-    async with asyncio.timeout(120), process(limits=limits, now=clock) as host:
+    async with asyncio.timeout(300), process(limits=limits, now=clock) as host:
         with device(host, fake.url, config=config) as phone:
             return await phone.visit()
 
@@ -297,7 +297,7 @@ def test_whatever_is_answered_a_visit_ends(answers: dict[str, bytes]) -> None:
             fake.joined = joined(training_timeout_s=0.2, heartbeat_s=0.2)
             fake.replace |= {where: raw(body) for where, body in answers.items()}
             config = structs.replace(IMPATIENT, give_up_s=0.05, request_timeout_s=0.05)
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(300):
                 await visit(fake, config, limits)
 
     asyncio.run(scenario())
