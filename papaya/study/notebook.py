@@ -441,7 +441,7 @@ def _check_numbers(counts: Mapping[str, int | None], others: Mapping[str, float 
             require_number(name, value)
 
 
-def _swept(vary: Mapping[str, Iterable[SweptValue]]) -> dict[str, tuple[SweptValue, ...]]:
+def _swept(vary: Mapping[str, Any]) -> dict[str, tuple[SweptValue, ...]]:
     """Numbers of numpy become Python's."""
     swept: dict[str, tuple[SweptValue, ...]] = {}
     for name, values in vary.items():
