@@ -21,7 +21,7 @@ from papaya.aggregator.work import StockedOffer
 from papaya.config import TaskConfig
 from papaya.errors import UpdateRefused
 from papaya.learning.kernels import Kernel
-from papaya.learning.parameters import Vector, decode_tensors, encode_tensors
+from papaya.learning.parameters import decode_tensors, encode_tensors
 from papaya.learning.weighting import BytesLike
 from papaya.messages.participation import SecureOffer
 from papaya.messages.storage import RecordRow
@@ -121,8 +121,8 @@ def masked_update(config: TaskConfig, pieces: Sequence[BytesLike]) -> Sequence[B
     return pieces
 
 
-def unmasked_mean(config: TaskConfig, record: RecordRow, total: MaskedSum, tsa: Tsa) -> Vector:
-    """The weighted mean of the unmasked updates. Raises TsaError or Implausible."""
+def unmasked(config: TaskConfig, record: RecordRow, total: MaskedSum, tsa: Tsa) -> Unmasking:
+    """The sum without its masks, not checked yet. Raises TsaError or Implausible."""
     parameters = config.public_parameters
     assert parameters is not None
     members = sorted(member.offer for member in record.members)
@@ -133,4 +133,4 @@ def unmasked_mean(config: TaskConfig, record: RecordRow, total: MaskedSum, tsa: 
         raise TsaError(LOST, "the buffer was closed before it was full: its seeds are lost")
     unmasking = Unmasking(total.vector, len(members), parameters)
     tsa.release(parameters, record.target, members, unmasking.take)
-    return unmasking.result().mean()
+    return unmasking

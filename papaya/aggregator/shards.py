@@ -10,14 +10,16 @@ to read are requested through `read`. Only complete and valid uploads are added 
 An upload is a table of its chunks; nothing is copied before it is added. A buffer consists of the
 sum at its last cut and one shard for each thread that has added to it since. A cut adds the shards
 to the sum and starts new ones, so the sum that a snapshot encodes does not change while later
-updates are folded. Memory per model: the uploads, a shard per thread, and a sum for each of the two
-buffers that may be open. For all models together, a shard per thread is kept to be used again.
+updates are folded. Memory per model: the uploads, the shards, and a sum for each of the two buffers
+that may be open. For all models together, as many shards are kept to be used again.
 
 If the rule of a task needs single updates, a buffer consists of their blobs instead, and memory
 holds those that are not written yet. The step reads all of them, block by block.
 
 Threads (in `server`): with `lock`, folds may run in parallel with each other and with everything
-else; two folds wait for each other only if they use the same shard of the same buffer. `keep`,
+else. A thread that adds up updates or makes a version takes one of the shards with `take_shard`: so
+folds never wait for each other in a buffer, and no more threads than shards compute at the same
+time. No shard is held while the TSA is asked. (In the paper, the ID of the thread chooses.) `keep`,
 `take` and `drop_uploads` must be called from one thread. The other operations of one task (cut and
 encode, restore, step, drop_sums) must not run at the same time. If a fold raises, the content of
 its buffer is undefined: restore the task.
@@ -40,7 +42,7 @@ from papaya.aggregator.masked_sum import (
     Tsa,
     TsaError,
     masked_update,
-    unmasked_mean,
+    unmasked,
 )
 from papaya.aggregator.private_sum import noised_mean
 from papaya.aggregator.work import (
@@ -90,6 +92,8 @@ ReadBlob = Callable[[BlobKey], bytes]
 ReadPart = Callable[[BlobKey, int, int], bytes]
 """Reads bytes of a blob: key, start, end."""
 TakeLock = Callable[[], AbstractContextManager[Any]]
+TakeShard = Callable[[], AbstractContextManager[int]]
+"""Gives the number of a shard that no other thread has."""
 UploadChunks = dict[int, BytesLike]
 """Chunks by their offset."""
 Total = WeightedSum | MaskedSum
@@ -136,6 +140,11 @@ def initial_blobs(config: TaskConfig, vector: parameters.Vector) -> NewBlobs:
         (blob_key(config.task, 0, "version-0", encoded), encoded),
         (blob_key(config.task, 0, "optimizer-0", state), state),
     ]
+
+
+def _take_first() -> AbstractContextManager[int]:
+    """For one thread."""
+    return nullcontext(0)
 
 
 def _let_go(data: BytesLike) -> None:
@@ -262,6 +271,7 @@ class Shards:
         *,
         kernel: Kernel = NUMPY,
         lock: TakeLock = nullcontext,
+        take_shard: TakeShard = _take_first,
         release: Callable[[BytesLike], object] = _let_go,
         tsa: Tsa | None = None,
         entropy: Entropy | None = None,
@@ -272,6 +282,7 @@ class Shards:
         self._entropy = entropy
         self._kernel = kernel
         self._lock = lock
+        self._take_shard = take_shard
         self._release = release
         self._uploads: dict[tuple[TaskId, SessionId], UploadChunks] = {}
         self._buffers: dict[tuple[TaskId, int], dict[int, _BufferSum | _BufferUpdates]] = {}
@@ -306,13 +317,18 @@ class Shards:
 
     # -- sums -------------------------------------------------------------------------------
 
-    def fold(self, work: Fold, shard: int = 0) -> Folded:
+    def fold(self, work: Fold, shard: int | None = None) -> Folded:
         """Fold the upload that is in the table."""
         [folded] = self.fold_all([(work, self.take(work))], shard)
         return folded
 
-    def fold_all(self, given: Sequence[tuple[Fold, UploadChunks]], shard: int) -> list[Folded]:
-        """Fold uploads into one buffer. Checks all of them first, so that adding cannot fail."""
+    def fold_all(
+        self, given: Sequence[tuple[Fold, UploadChunks]], shard: int | None = None
+    ) -> list[Folded]:
+        """Fold uploads into one buffer. Checks all of them first, so that adding cannot fail.
+
+        `shard`: add them to this one, without taking it.
+        """
         results = []
         sessions: list[SessionId] = []
         members: list[Any] = []
@@ -331,7 +347,8 @@ class Shards:
                 config, seq, target = given[0][0].config, given[0][0].seq, given[0][0].target
                 buffer = self._buffer(config, seq, target)
                 zero = partial(self._spares.zero, config)
-                buffer.add(shard, zero, sessions, members, self._kernel)
+                with self._take_shard() if shard is None else nullcontext(shard) as taken:
+                    buffer.add(taken, zero, sessions, members, self._kernel)
         finally:
             for _, upload in given:
                 self.release(upload)
@@ -379,12 +396,13 @@ class Shards:
 
     def _total(self, work: Step, read: ReadBlob, read_part: ReadPart) -> Total | parameters.Vector:
         """The sum of the record's members, or the step if the rule needs each of them. Frees the
-        buffer when nothing can fail any more.
+        buffer unless it is the only copy.
         """
         record, buffers = work.record, self._buffers.get((work.config.task, work.seq), {})
         total: Total | parameters.Vector
         if record.updates:
-            total = combined(work.config.aggregation, _members(work, read_part))
+            with self._take_shard():
+                total = combined(work.config.aggregation, _members(work, read_part))
         elif record.sum:
             total = _decoded(work.config, read(record.sum))
         else:
@@ -393,6 +411,7 @@ class Shards:
             total, sessions = buffer.cut()
             if sorted(sessions) != sorted(member.session for member in record.members):
                 raise InvariantError(f"the sum of version {record.target} has other members")
+            return total
         self._forget_buffer(work)
         return total
 
@@ -405,22 +424,35 @@ class Shards:
         self, work: Step, read: ReadBlob, read_part: ReadPart | None = None
     ) -> tuple[Stepped | StepFailed, NewBlobs]:
         """`read_part`: None reads whole blobs. An error of storage is raised, to be tried again."""
+        made = self._step(work, read, read_part or _part_of(read))
+        self._forget_buffer(work)
+        return made
+
+    def _step(
+        self, work: Step, read: ReadBlob, read_part: ReadPart
+    ) -> tuple[Stepped | StepFailed, NewBlobs]:
         config, task, version = work.config, work.config.task, work.record.target
         optimizer = server_optimizer(config.optimizer)
-        before = parameters.decode(read(work.base.parameters), config.model_length)
-        state = optimizer.decode_state(read(work.optimizer), config.model_length)
         try:
-            total = self._total(work, read, read_part or _part_of(read))
+            total = self._total(work, read, read_part)
         except ConfigError as error:
             return StepFailed(task, work.seq, str(error)), []
         try:
-            after, new_state = optimizer.step(before, self._mean(work, total), state)
+            mean = self._mean(work, total)
         except OperatorError as error:
             return StepFailed(task, work.seq, str(error)), []
         except (TsaError, Implausible) as error:
             return _unchanged(work, error), []
-        encoded = parameters.encode(after, {"task": task, "version": str(version)})
-        encoded_state = optimizer.encode_state(new_state)
+        # Memory for a model and its state only now: many tasks may wait for one TSA.
+        with self._take_shard():
+            before = parameters.decode(read(work.base.parameters), config.model_length)
+            state = optimizer.decode_state(read(work.optimizer), config.model_length)
+            try:
+                after, new_state = optimizer.step(before, mean, state)
+            except OperatorError as error:
+                return StepFailed(task, work.seq, str(error)), []
+            encoded = parameters.encode(after, {"task": task, "version": str(version)})
+            encoded_state = optimizer.encode_state(new_state)
         key = blob_key(task, work.seq, f"version-{version}", encoded)
         state_key = blob_key(task, work.seq, f"optimizer-{version}", encoded_state)
         stepped = Stepped(task, work.seq, version, key, state_key)
@@ -457,14 +489,8 @@ class Shards:
         """What is added to the sum. Raises UpdateRefused, or TsaError if its seed is refused."""
         config = work.config
         if config.secure_aggregation is None:
-            if config.upload_bits != 32:
-                pieces = [decode_update(pieces, config.model_length, config.upload_bits).data]
-            update = admit(pieces, config.model_length, config.clip, config.over_clip)
-            if config.evaluates is not None:
-                _admit_measured(update.pieces, config.evaluates)
-            update = shortened(update, config.aggregation)
-            given = Contribution(update, work.examples, work.staleness, config.staleness)
-            return _kept(work, given) if takes_members(config) else given
+            with self._take_shard():
+                return _admitted(work, pieces)
         update_pieces = masked_update(config, pieces)
         agreed = config.public_parameters
         assert agreed is not None
@@ -477,14 +503,17 @@ class Shards:
         if work.given_up:
             raise TsaError(work.given_up, "the buffer was given up")
         agreed = work.agreed or work.config
-        if isinstance(total, WeightedSum):
+        if isinstance(total, MaskedSum):
+            unmasking = unmasked(agreed, work.record, total, self._require_tsa())
+            with self._take_shard():
+                return unmasking.result().mean()
+        with self._take_shard():
             if agreed.privacy is None:
                 return total.mean()
             if self._entropy is None:
                 raise InvariantError("no entropy for the noise of a private task")
             members = len(work.record.members)
             return noised_mean(agreed, total, members, self._entropy(KEY_BYTES))
-        return unmasked_mean(agreed, work.record, total, self._require_tsa())
 
     def _require_tsa(self) -> Tsa:
         if self._tsa is None:
@@ -512,6 +541,18 @@ class Shards:
 
     def _new_sum(self) -> _BufferSum:
         return _BufferSum(self.count, self._lock, self._spares)
+
+
+def _admitted(work: Fold, pieces: list[BytesLike]) -> Contribution | KeptMember:
+    config = work.config
+    if config.upload_bits != 32:
+        pieces = [decode_update(pieces, config.model_length, config.upload_bits).data]
+    update = admit(pieces, config.model_length, config.clip, config.over_clip)
+    if config.evaluates is not None:
+        _admit_measured(update.pieces, config.evaluates)
+    update = shortened(update, config.aggregation)
+    given = Contribution(update, work.examples, work.staleness, config.staleness)
+    return _kept(work, given) if takes_members(config) else given
 
 
 def _admit_measured(pieces: list[parameters.Vector], pinned: Evaluated) -> None:

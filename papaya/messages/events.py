@@ -287,6 +287,27 @@ class StorageRecovered(ServerEvent, frozen=True):
     after_s: float
 
 
+class ThreadsRefused(ServerEvent, frozen=True):
+    """No thread can start for a secure task, and its work waits: the process is at a limit on
+    threads. Raise pids.max, TasksMax or ulimit -u.
+    """
+
+    level = "error"
+    identity = ("task",)
+
+    task: TaskId
+    why: str
+
+
+class ThreadsStarted(ServerEvent, frozen=True):
+    """A thread has started for a secure task that waited for one."""
+
+    identity = ("task",)
+
+    task: TaskId
+    after_s: float
+
+
 # -- people and devices -------------------------------------------------------------------------
 
 

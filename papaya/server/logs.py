@@ -30,6 +30,8 @@ from papaya.messages.events import (
     ServerEvent,
     StorageFailed,
     StorageRecovered,
+    ThreadsRefused,
+    ThreadsStarted,
 )
 
 LogFormat = Literal["text", "json"]
@@ -78,11 +80,14 @@ def log(event: ServerEvent, node: str = "") -> None:
 
 
 class Trouble:
-    """Storage that may fail: one event when that begins, and one when it works again."""
+    """Something that may fail: one event when that begins, and one when it works again.
+
+    `part`: the state store, a task's blobs, or the threads of a secure task.
+    """
 
     def __init__(
         self,
-        part: Literal["state", "blobs"],
+        part: Literal["state", "blobs", "threads"],
         task: TaskId = "",
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -94,13 +99,19 @@ class Trouble:
     def begins(self, why: str) -> None:
         if self._since is None:
             self._since = self._now()
-            log(StorageFailed(self._part, self._task, why))
+            if self._part == "threads":
+                log(ThreadsRefused(self._task, why))
+            else:
+                log(StorageFailed(self._part, self._task, why))
 
     def ends(self) -> None:
         if self._since is not None:
             after_s = round(self._now() - self._since, 1)
             self._since = None
-            log(StorageRecovered(self._part, self._task, after_s))
+            if self._part == "threads":
+                log(ThreadsStarted(self._task, after_s))
+            else:
+                log(StorageRecovered(self._part, self._task, after_s))
 
 
 class LogHandler(logging.Handler):

@@ -7,21 +7,18 @@
     loop ── perform(work) ──▶ WorkOrder, one lane per task ──▶ threads ──▶ shards, blobs
          ◀── deliver(result) ──
 
-Order (papaya/aggregator/work.py): the folds of a task run at the same time as each other, up to
-eight of one buffer in one call. Everything else runs alone in its lane, after all earlier work:
+`work_order.py` says which jobs may run, `crew.py` has the threads. As many threads as there are
+shards do the work in the clear. Folds and steps of secure tasks call the TSA, which may not answer
+for a while, so each secure task has threads of its own for them, and one more for its requests. No
+other task waits for these threads, neither tasks in the clear nor tasks of another TSA. They only
+wait for the TSA: to add up updates or to make a version, every thread takes a shard, and waits
+until one is free.
 
-    Snapshot             waits for earlier folds; later folds wait until the sum is cut
-    Restore, Drop        wait for earlier folds; later folds wait until they are done
-    Step, DeleteBlobs    do not hold up folds
+If no thread can start for a secure task, its work waits, and the machine is told. While the server
+closes, the threads in the clear do this work.
 
-Folds and steps of secure tasks call the TSA, which may not answer for a while. Each secure task has
-threads of its own for them, and one more for offers. So no other task waits, neither tasks in the
-clear nor tasks of another TSA. These threads start when there is work, and end when there has been
-none for a while. At a limit on threads (pids.max, TasksMax, ulimit -u) the work waits for a thread
-that its task already has, or until one can start.
-
-Writing a blob is retried until it succeeds, without blocking a thread. Delayed is delivered after
-each attempt that fails, and the result at the end. A missing blob or an unexpected error is
+Writing a blob is retried until it succeeds, without blocking a thread. Delayed is delivered from
+the third attempt on that fails, and the result at the end. A missing blob or an unexpected error is
 delivered as Lost. The task's earlier work is then skipped until Restore, because the machine loads
 the task again and asks for those updates again. The queue needs no bound of its own: the machine's
 memory for uploads bounds it.
@@ -32,18 +29,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from functools import partial
-from threading import Condition, Lock, RLock, Thread, current_thread
+from queue import LifoQueue
+from threading import Lock, RLock
 from time import perf_counter
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from papaya.aggregator.masked_sum import Tsa
-from papaya.aggregator.shards import Pieces, Shards, UploadChunks
+from papaya.aggregator.shards import Pieces, Shards
 from papaya.aggregator.work import (
     Delayed,
     DeleteBlobs,
@@ -63,18 +60,17 @@ from papaya.errors import MissingBlob, OperatorError, PapayaError
 from papaya.learning.kernels import fastest
 from papaya.messages.base import BlobKey, Message, TaskId
 from papaya.server.buffers import BufferPool
+from papaya.server.crew import FIRST_RETRY_S, Crew, CrewJob, call_on, retry_delay_s
 from papaya.server.logs import Trouble
+from papaya.server.work_order import FoldJob, Given, LoneJob, WorkOrder
 
 logger = logging.getLogger("papaya.workers")
 
-TOGETHER: Final = 8  # streams that the compiled kernel reads at once
-FIRST_RETRY_S = 0.1
-LONGEST_RETRY_S = 5.0
-_MAX_REASON: Final = 256  # characters of an error that are reported
+# Failed attempts after which the machine is told. Single errors of a bucket are usual.
+TOLD_FROM: Final = 3
 # Threads of one secure task. The TSA has one thread, so more of them would only wait for it.
 TSA_THREADS: Final = 4
 TSA_THREAD_LIFE_S = 10.0  # a thread ends after this time without work
-THREAD_RETRY_S = 1.0  # after a thread could not start
 
 HeavyWork = GetOffers | Forget | Keep | Fold | Snapshot | Restore | Step | Drop | DeleteBlobs
 
@@ -107,12 +103,30 @@ class Counters(Struct):
     lost: int = 0
 
 
+class FreeShards:
+    """The numbers of shards that no thread uses. Taking one waits until one is free."""
+
+    def __init__(self, count: int) -> None:
+        self._free: LifoQueue[int] = LifoQueue()  # so that few of them are used if few are needed
+        for number in reversed(range(count)):
+            self._free.put(number)
+
+    @contextmanager
+    def __call__(self) -> Iterator[int]:
+        number = self._free.get()
+        try:
+            yield number
+        finally:
+            self._free.put(number)
+
+
 def threaded_shards(threads: int, pool: BufferPool, tsa: Tsa | None = None) -> Shards:
     """Shards for worker threads: one per thread, with locks; buffers go back to their pool."""
     return Shards(
         threads,
         kernel=fastest(),
         lock=Lock,
+        take_shard=FreeShards(threads),
         release=pool.give_back,
         tsa=tsa,
         entropy=os.urandom,
@@ -121,155 +135,6 @@ def threaded_shards(threads: int, pool: BufferPool, tsa: Tsa | None = None) -> S
 
 def _unobserved(seconds: float, work: str) -> None:
     """No-op."""
-
-
-class FoldJob(NamedTuple):
-    """Uploads for one buffer."""
-
-    task: TaskId
-    given: list[tuple[Fold, UploadChunks]]
-
-
-class LoneJob:
-    """Work that runs alone in its lane, and its progress."""
-
-    def __init__(self, task: TaskId, work: Snapshot | Restore | Step | Drop | DeleteBlobs) -> None:
-        self.task = task
-        self.work = work
-        self.attempts = 0
-        self.result: Message | None = None
-        self.unwritten: Sequence[tuple[BlobKey, bytes | Pieces]] = []
-        self.is_computed = False
-        self.began_at = 0.0
-        # Which blobs cannot be read or written, without details; empty if nothing has failed.
-        self.problem = ""
-
-    @property
-    def seq(self) -> int | None:
-        return None if isinstance(self.work, DeleteBlobs) else self.work.seq
-
-    @property
-    def lets_folds_pass(self) -> bool:
-        return isinstance(self.work, Step | DeleteBlobs)
-
-
-class _Lane:
-    __slots__ = ("folding", "is_open", "lone", "waiting")
-
-    def __init__(self) -> None:
-        self.waiting: deque[tuple[Fold, UploadChunks] | LoneJob] = deque()
-        self.folding = 0
-        self.lone: LoneJob | None = None
-        self.is_open = True
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.waiting and not self.folding and self.lone is None
-
-    def next(self, task: TaskId, calls_tsa: bool) -> FoldJob | LoneJob | None:
-        if not self.waiting:
-            return None
-        first = self.waiting[0]
-        if _calls_tsa(first) != calls_tsa:
-            return None
-        if not isinstance(first, LoneJob):
-            if not self.is_open:
-                return None
-            self.folding += 1
-            return FoldJob(task, list(self._alike(first[0])))
-        if self.lone is not None or (self.folding and not first.lets_folds_pass):
-            return None
-        self.waiting.popleft()
-        self.lone = first
-        self.is_open = first.lets_folds_pass
-        return first
-
-    def _alike(self, first: Fold) -> Iterator[tuple[Fold, UploadChunks]]:
-        for _ in range(TOGETHER):
-            head = self.waiting[0] if self.waiting else None
-            if not isinstance(head, tuple) or _buffer_of(head[0]) != _buffer_of(first):
-                return
-            self.waiting.popleft()
-            yield head
-
-
-def _calls_tsa(given: tuple[Fold, UploadChunks] | LoneJob) -> bool:
-    """Folds and steps of secure tasks do."""
-    work = given.work if isinstance(given, LoneJob) else given[0]
-    return isinstance(work, Fold | Step) and work.config.secure_aggregation is not None
-
-
-def _buffer_of(fold: Fold) -> tuple[int, int]:
-    return fold.seq, fold.target
-
-
-class WorkOrder:
-    """All work that is not done yet. Tasks take turns. Not thread-safe: the workers lock it."""
-
-    def __init__(self) -> None:
-        self._lanes: dict[TaskId, _Lane] = {}
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._lanes
-
-    @property
-    def waiting_folds(self) -> int:
-        waiting = (given for lane in self._lanes.values() for given in lane.waiting)
-        return sum(not isinstance(given, LoneJob) for given in waiting)
-
-    @property
-    def problem(self) -> str:
-        """The problem of the first lane that has one; empty if there is none."""
-        lone = (lane.lone for lane in self._lanes.values())
-        return next((job.problem for job in lone if job is not None and job.problem), "")
-
-    def put(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> None:
-        self._lanes.setdefault(task, _Lane()).waiting.append(given)
-
-    def head(self, task: TaskId) -> tuple[Fold, UploadChunks] | LoneJob | None:
-        """The next work of this task."""
-        lane = self._lanes.get(task)
-        return lane.waiting[0] if lane is not None and lane.waiting else None
-
-    def next(self, caller: TaskId | None) -> FoldJob | LoneJob | None:
-        """A job that may run now, or None. Call `done` with it afterwards.
-
-        `caller`: take only work of this secure task that calls the TSA. None: take work of any
-        task that does not call a TSA.
-        """
-        if caller is not None:
-            found = self._lanes.get(caller)
-            return None if found is None else found.next(caller, calls_tsa=True)
-        for task, lane in self._lanes.items():
-            job = lane.next(task, calls_tsa=False)
-            if job is not None:
-                self._lanes[task] = self._lanes.pop(task)  # the other tasks are next
-                return job
-        return None
-
-    def open(self, job: LoneJob) -> None:
-        """The sum is cut: later folds may start while the blob is written."""
-        self._lanes[job.task].is_open = True
-
-    def done(self, job: FoldJob | LoneJob) -> None:
-        lane = self._lanes[job.task]
-        if isinstance(job, FoldJob):
-            lane.folding -= 1
-        else:
-            lane.lone, lane.is_open = None, True
-        if lane.is_idle:
-            del self._lanes[job.task]
-
-
-class _Crew:
-    """A group of threads that take jobs from the same place. The workers' lock guards it."""
-
-    def __init__(self, lock: RLock) -> None:
-        self.changed = Condition(lock)  # there may be work
-        self.again: list[LoneJob] = []
-        self.size = 0
-        self.is_at_limit = False  # the last thread could not start; a retry is scheduled
 
 
 class Workers:
@@ -294,45 +159,48 @@ class Workers:
         self._first_retry_s = first_retry_s
         self._loop = asyncio.get_running_loop()
         self._lock = RLock()  # guards the fields below and the counters
-        self._lanes = WorkOrder()
-        # The threads that call no TSA, and those of each secure task that has work for them.
-        self._clear = _Crew(self._lock)
-        self._callers: dict[TaskId, _Crew] = {}
+        self._order = WorkOrder()
+        # The threads that call no TSA, and those of each lane that has work for them.
+        self._clear = Crew(
+            "papaya-worker", threads, self._find_in_the_clear, self._lock, self._loop
+        )
+        self._callers: dict[str, Crew] = {}
         self._callers_size = min(threads, TSA_THREADS)
-        # Requests to the TSA that are no jobs, for each task whose thread for them is running, or
-        # could not start yet.
-        self._asked: dict[TaskId, deque[GetOffers | Forget]] = {}
-        self._threads: list[Thread] = []
+        # What the machine was told of lanes for which no thread can start.
+        self._threadless: dict[str, Delayed] = {}
         self._lost: dict[TaskId, int] = {}
-        # Storage trouble of a task that has not ended.
+        # Trouble that has not ended: of the blobs of a task, and of the threads of a lane.
         self._troubles: dict[TaskId, Trouble] = {}
+        self._thread_troubles: dict[str, Trouble] = {}
         self._is_closing = False
-        self._is_stopped = False
         self._retries: dict[LoneJob, asyncio.TimerHandle] = {}  # used on the loop only
         self._idle = asyncio.Event()
         with self._lock:
-            for _ in range(threads):
-                self._enlarge(self._clear, "papaya-worker", None)
+            self._clear.fill()
 
     @property
     def queue_length(self) -> int:
         """Complete uploads that wait to be folded."""
         with self._lock:
-            return self._lanes.waiting_folds
+            return self._order.waiting_folds
 
     @property
     def problem(self) -> str:
-        """Which blobs cannot be read or written, without details; empty if there is no problem."""
+        """Of a task whose blobs cannot be read or written, or for which no thread can start,
+        without details; empty if there is none.
+        """
         with self._lock:
-            return self._lanes.problem
+            threadless = (delayed.task for delayed in self._threadless.values())
+            task = next(threadless, None)
+            return self._order.problem or (
+                "" if task is None else f"no thread can start for task {task}"
+            )
 
     # -- on the loop ------------------------------------------------------------------------
 
     def perform(self, work: HeavyWork) -> None:
         """Change uploads now; run everything else on threads, in the order of its task."""
         match work:
-            case GetOffers() | Forget():
-                self._ask(work)
             case Keep():
                 self._shards.keep(work)
             case Fold():
@@ -340,90 +208,153 @@ class Workers:
             case Drop():
                 self._shards.drop_uploads(work.task, work.session)
                 if work.session is None:
-                    self._give(work.task, LoneJob(work.task, work))
+                    self._give_alone(LoneJob(work.task, work))
             case Snapshot():
-                self._give(work.task, LoneJob(work.task, work))
-            case Restore() | Step():
-                self._give(work.config.task, LoneJob(work.config.task, work))
+                self._give_alone(LoneJob(work.task, work))
+            case Restore() | Step() | GetOffers() | Forget():
+                self._give_alone(LoneJob(work.config.task, work))
             case DeleteBlobs():
                 if work.blobs:
-                    task = work.blobs[0].split("/")[0]
-                    self._give(task, LoneJob(task, work))
+                    self._give_alone(LoneJob(work.blobs[0].split("/")[0], work))
 
-    def _ask(self, work: GetOffers | Forget) -> None:
-        """Use one thread per task: only clients of the same task wait for its offers."""
-        task = work.config.task
-        with self._lock:
-            is_first = task not in self._asked
-            self._asked.setdefault(task, deque()).append(work)
-            if is_first:
-                self._start_asking(task)
+    def _give_alone(self, job: LoneJob) -> None:
+        self._give(job.lane, job)
 
-    def _start_asking(self, task: TaskId) -> None:
-        with self._lock:
-            if self._is_stopped:
-                return
-            try:
-                self._start(f"papaya-offers-{task}", self._ask_all, task)
-            except RuntimeError as error:
-                self._start_later(self._start_asking, task, error)
-
-    def _give(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> None:
+    def _give(self, lane: str, given: Given) -> None:
         with self._lock:
             self._idle.clear()
-            self._lanes.put(task, given)
-            self._crew_for(task, given).changed.notify()
+            self._order.put(lane, given)
+            self._wake(lane)
 
-    def _crew_for(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> _Crew:
-        if not _calls_tsa(given):
-            return self._clear
-        crew = self._callers.setdefault(task, _Crew(self._lock))
-        if crew.size < self._callers_size and not crew.is_at_limit:
-            self._enlarge_callers(task, crew)
-        return crew
-
-    def _enlarge_callers(self, task: TaskId, crew: _Crew) -> None:
-        try:
-            self._enlarge(crew, f"papaya-tsa-{task}", task)
-        except RuntimeError as error:
-            crew.is_at_limit = True
-            self._start_later(self._retry_callers, task, error)
-            if self._is_closing:
-                self._clear.changed.notify()  # see _find_job
-
-    def _retry_callers(self, task: TaskId) -> None:
+    async def close(self) -> None:
+        """Finish all given work, then stop. Work whose blobs cannot be written has no result."""
         with self._lock:
-            crew = self._callers.get(task)
-            if crew is None or self._is_stopped:
+            self._is_closing = True
+            for lane in self._order:
+                self._wake(lane)
+        for job in list(self._retries):
+            self._try_again(job)
+        await self.drain()
+        with self._lock:
+            crews = (self._clear, *self._callers.values())
+            for crew in crews:
+                crew.stop()
+        for crew in crews:
+            await crew.ended()
+
+    async def drain(self) -> None:
+        """Wait until no work is left, including work that results lead to."""
+        while True:
+            while not self._order.is_idle:
+                await self._idle.wait()
+            await asyncio.sleep(0)  # deliver the results that were scheduled before this
+            if self._order.is_idle:
                 return
-            crew.is_at_limit = False
-            if crew.size == 0:
-                self._enlarge_callers(task, crew)
 
-    def _start_later(
-        self, start: Callable[[TaskId], None], task: TaskId, error: RuntimeError
-    ) -> None:
-        """A thread could not start: call `start` again on the loop. Called on any thread."""
-        logger.warning(
-            "cannot start a thread for the TSA of task %s: %s; will retry "
-            "(hint: raise pids.max, TasksMax or ulimit -u)",
-            task,
-            error,
-        )
-        self._call(self._loop.call_later, THREAD_RETRY_S, start, task)
+    def _deliver_all(self, messages: list[Message]) -> None:
+        for message in messages:
+            try:
+                self._deliver(message)
+            except Exception:
+                logger.exception("%s could not be delivered", type(message).__name__)
 
-    def _enlarge(self, crew: _Crew, name: str, caller: TaskId | None) -> None:
-        self._start(f"{name}-{crew.size}", self._run, crew.size, caller)
-        crew.size += 1
+    def _try_later(self, job: LoneJob) -> None:
+        delay_s = 0.0 if self._is_closing else retry_delay_s(job.attempts, self._first_retry_s)
+        self._retries[job] = self._loop.call_later(delay_s, self._try_again, job)
 
-    def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
-        """Call it with the lock held: the thread may remove itself from the list.
+    def _try_again(self, job: LoneJob) -> None:
+        self._retries.pop(job).cancel()
+        with self._lock:
+            self._order.again(job)
+            self._wake(job.lane)
 
-        Raises RuntimeError at a limit on threads.
-        """
-        thread = Thread(target=target, args=arguments, name=name, daemon=True)
-        thread.start()
-        self._threads.append(thread)
+    def _become_idle(self) -> None:
+        if self._order.is_idle:
+            self._idle.set()
+
+    # -- the threads; call all of this with the lock held -------------------------------------
+
+    def _wake(self, lane: str) -> None:
+        """Wake threads for the work of this lane that may run now."""
+        if self._order.may_start(lane, for_tsa=False):
+            self._clear.wake()
+        if self._order.may_start(lane, for_tsa=True):
+            self._crew_of(lane).wake()
+            if self._is_closing:
+                self._clear.wake()  # see _find_in_the_clear
+
+    def _crew_of(self, lane: str) -> Crew:
+        if lane not in self._callers:
+            self._callers = {k: crew for k, crew in self._callers.items() if crew.is_in_use}
+            self._callers[lane] = Crew(
+                f"papaya-tsa-{lane}",
+                self._callers_size,
+                partial(self._find_for_tsa, lane),
+                self._lock,
+                self._loop,
+                life_s=TSA_THREAD_LIFE_S,
+                first_retry_s=self._first_retry_s,
+                on_limit=partial(self._on_limit, lane),
+            )
+        return self._callers[lane]
+
+    def _on_limit(self, lane: str, attempts: int, why: str) -> None:
+        task = lane.partition("/")[0]
+        if not why:
+            self._thread_troubles.pop(lane).ends()
+            if lane in self._threadless:
+                over = structs.replace(self._threadless.pop(lane), reason="")
+                self._call(self._deliver_all, [over])
+            return
+        self._thread_troubles.setdefault(lane, Trouble("threads", task)).begins(why)
+        seq = self._order.waiting_seq(lane)
+        if attempts >= TOLD_FROM and seq is not None:
+            reason = "no thread can start for this task: its aggregator is at a limit on threads"
+            self._threadless[lane] = Delayed(task, seq, reason)
+            self._call(self._deliver_all, [self._threadless[lane]])
+
+    def _find_in_the_clear(self) -> CrewJob | None:
+        for lane in self._order:
+            job = self._take(lane, for_tsa=False)
+            crew = self._callers.get(lane)
+            # Closing must not wait for a thread that cannot start. No client waits any more, so
+            # threads in the clear may call the TSA.
+            if job is None and self._is_closing and (crew is None or not crew.size):
+                job = self._take(lane, for_tsa=True)
+            if job is not None:
+                return job
+        return None
+
+    def _find_for_tsa(self, lane: str) -> CrewJob | None:
+        return self._take(lane, for_tsa=True)
+
+    def _take(self, lane: str, *, for_tsa: bool) -> CrewJob | None:
+        job = self._order.take(lane, for_tsa=for_tsa)
+        if job is None:
+            return None
+        self._wake(lane)  # the next work of this lane may run at the same time
+        return partial(self._work, job)
+
+    # -- on the threads -----------------------------------------------------------------------
+
+    def _work(self, job: FoldJob | LoneJob) -> None:
+        if isinstance(job, FoldJob):
+            self._fold(job)
+        elif isinstance(job.work, GetOffers):
+            self._get_offers(job.work)
+        elif isinstance(job.work, Forget):
+            self._forget(job.work)
+        elif not self._work_alone(job):
+            return  # it will be tried again
+        with self._lock:
+            self._order.done(job)
+            self._wake(job.lane)
+            is_idle = self._order.is_idle
+        if is_idle:
+            self._call(self._become_idle)
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        call_on(self._loop, function, *arguments)
 
     def _get_offers(self, work: GetOffers) -> None:
         try:
@@ -440,131 +371,7 @@ class Workers:
         except Exception:
             logger.exception("cannot tell the TSA to forget task %s", work.config.task)
 
-    async def close(self) -> None:
-        """Finish all given work, then stop. Work whose blobs cannot be written has no result."""
-        with self._lock:
-            self._is_closing = True
-        for job in list(self._retries):
-            self._try_again(job)
-        await self.drain()
-        with self._lock:
-            self._is_stopped = True
-            for crew in (self._clear, *self._callers.values()):
-                crew.changed.notify_all()
-            threads = tuple(self._threads)
-        # On a thread: a call to the TSA for offers may need the loop before it ends.
-        await asyncio.to_thread(_join, threads)
-
-    async def drain(self) -> None:
-        """Wait until no work is left, including work that results lead to."""
-        while True:
-            while not self._lanes.is_idle:
-                await self._idle.wait()
-            await asyncio.sleep(0)  # deliver the results that were scheduled before this
-            if self._lanes.is_idle:
-                return
-
-    def _deliver_all(self, messages: list[Message]) -> None:
-        for message in messages:
-            try:
-                self._deliver(message)
-            except Exception:
-                logger.exception("%s could not be delivered", type(message).__name__)
-
-    def _try_later(self, job: LoneJob) -> None:
-        delay_s = min(self._first_retry_s * 2 ** (job.attempts - 1), LONGEST_RETRY_S)
-        delay_s = 0.0 if self._is_closing else delay_s
-        self._retries[job] = self._loop.call_later(delay_s, self._try_again, job)
-
-    def _try_again(self, job: LoneJob) -> None:
-        self._retries.pop(job).cancel()
-        with self._lock:
-            crew = self._crew_for(job.task, job)
-            crew.again.append(job)
-            crew.changed.notify()
-
-    def _become_idle(self) -> None:
-        if self._lanes.is_idle:
-            self._idle.set()
-
-    # -- on the threads ---------------------------------------------------------------------
-
-    def _run(self, index: int, caller: TaskId | None) -> None:
-        shard = index % self._shards.count
-        while (job := self._next(caller)) is not None:
-            if isinstance(job, FoldJob):
-                self._fold(job, shard)
-                self._done(job)
-            elif self._work_alone(job):
-                self._done(job)
-
-    def _next(self, caller: TaskId | None) -> FoldJob | LoneJob | None:
-        """Wait for work. None means that the thread has to end."""
-        life_s = None if caller is None else TSA_THREAD_LIFE_S
-        is_over = False
-        with self._lock:
-            crew = self._clear if caller is None else self._callers[caller]
-            while not self._is_stopped:
-                job = self._find_job(crew, caller)
-                if job is not None:
-                    return job
-                if is_over:
-                    self._leave(crew, caller)
-                    return None
-                is_over = not crew.changed.wait(life_s)
-        return None
-
-    def _find_job(self, crew: _Crew, caller: TaskId | None) -> FoldJob | LoneJob | None:
-        job = crew.again.pop() if crew.again else self._lanes.next(caller)
-        if job is None and crew is self._clear and self._is_closing:
-            # Closing must not wait for a thread that cannot start. No client waits any more, so
-            # threads in the clear may call the TSA.
-            unstaffed = [pair for pair in self._callers.items() if pair[1].size == 0]
-            found = (self._find_job(other, task) for task, other in unstaffed)
-            job = next((job for job in found if job is not None), None)
-        return job
-
-    def _leave(self, crew: _Crew, caller: TaskId | None) -> None:
-        self._threads.remove(current_thread())
-        crew.size -= 1
-        if crew.size == 0 and caller is not None:
-            del self._callers[caller]
-
-    def _ask_all(self, task: TaskId) -> None:
-        while (work := self._next_asked(task)) is not None:
-            if isinstance(work, GetOffers):
-                self._get_offers(work)
-            else:
-                self._forget(work)
-
-    def _next_asked(self, task: TaskId) -> GetOffers | Forget | None:
-        """None means that the thread has to end."""
-        with self._lock:
-            if self._asked[task] and not self._is_stopped:
-                return self._asked[task].popleft()
-            del self._asked[task]
-            self._threads.remove(current_thread())
-            return None
-
-    def _notify_waiting(self, task: TaskId) -> None:
-        """Work of this task that had to wait may run now. If there is none, wake no thread."""
-        head = self._lanes.head(task)
-        if head is not None:
-            self._crew_for(task, head).changed.notify_all()
-
-    def _done(self, job: FoldJob | LoneJob) -> None:
-        with self._lock:
-            self._lanes.done(job)
-            self._notify_waiting(job.task)
-            is_idle = self._lanes.is_idle
-        if is_idle:
-            self._call(self._become_idle)
-
-    def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _fold(self, job: FoldJob, shard: int) -> None:
+    def _fold(self, job: FoldJob) -> None:
         seq = job.given[0][0].seq
         if self._is_lost(job.task, seq):
             for _, upload in job.given:
@@ -572,7 +379,7 @@ class Workers:
             return
         began_at = perf_counter()
         try:
-            results = self._shards.fold_all(job.given, shard)
+            results = self._shards.fold_all(job.given)
         except Exception as error:
             self._lose(job.task, seq, error)
             return
@@ -623,8 +430,8 @@ class Workers:
             case Snapshot():
                 cut = shards.cut(work)
                 with self._lock:
-                    self._lanes.open(job)
-                    self._notify_waiting(job.task)
+                    self._order.open(job)
+                    self._wake(job.lane)
                 job.result, job.unwritten = shards.encode(cut)
             case Step():
                 job.result, job.unwritten = shards.step(work, self._blobs.get, self._blobs.get_part)
@@ -668,18 +475,26 @@ class Workers:
     def _will_try_again(self, job: LoneJob, error: OSError | OperatorError) -> bool:
         """Schedule a retry, unless the workers are closing; the job then has no result."""
         job.attempts += 1
+        with self._lock:
+            is_over = self._is_closing
+        self._complain(job, error, "giving up, the server is stopping" if is_over else "will retry")
+        if not is_over:
+            if job.attempts >= TOLD_FROM:
+                self._tell_delay(job)
+            self._call(self._try_later, job)
+        return not is_over
+
+    def _tell_delay(self, job: LoneJob) -> None:
+        """Without details: errors of storage have paths and addresses, and owners of tasks read
+        this. The log has them.
+        """
         # Only steps and restores read blobs, and they read before they write.
         done = "written" if job.is_computed else "read"
         with self._lock:
-            is_over = self._is_closing
             job.problem = f"blobs of task {job.task} cannot be {done}"
-        self._complain(job, error, "giving up, the server is stopping" if is_over else "will retry")
-        if not is_over:
-            if job.seq is not None:
-                reason = f"blobs cannot be {done}: {error}"[:_MAX_REASON]
-                self._call(self._deliver_all, [Delayed(job.task, job.seq, reason)])
-            self._call(self._try_later, job)
-        return not is_over
+        if job.seq is not None:
+            delayed = Delayed(job.task, job.seq, f"blobs cannot be {done}")
+            self._call(self._deliver_all, [delayed])
 
     def _complain(self, job: LoneJob, error: OSError | OperatorError, then: str) -> None:
         with self._lock:
@@ -709,8 +524,3 @@ class Workers:
             self._lost[task] = seq
         if not is_known:
             self._call(self._deliver_all, [Lost(task, seq, str(error) or repr(error))])
-
-
-def _join(threads: Sequence[Thread]) -> None:
-    for thread in threads:
-        thread.join()

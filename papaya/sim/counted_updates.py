@@ -48,7 +48,7 @@ class CountedUpdates(Shards):
     def keep(self, work: Keep) -> None:
         """No-op: nobody reads the bytes."""
 
-    def fold(self, work: Fold, shard: int = 0) -> Folded:
+    def fold(self, work: Fold, shard: int | None = None) -> Folded:
         task, target = work.config.task, work.target
         buffers = self._members.setdefault((task, work.seq), {})
         buffers.setdefault(target, []).append(_Counted(work.session, work.examples))

@@ -14,7 +14,7 @@ from papaya.aggregator.masked_sum import (
     MaskedSum,
     TsaError,
     masked_update,
-    unmasked_mean,
+    unmasked,
 )
 from papaya.aggregator.work import StockedOffer
 from papaya.errors import PapayaError, UpdateRefused
@@ -125,7 +125,7 @@ def masked(*plain: int) -> tuple[MaskedSum, Masks]:
 def test_the_mean_is_that_of_exactly_the_record_s_members() -> None:
     half, quarter = LEVELS // 2, LEVELS // 4
     total, tsa = masked(half, -half, 0, quarter, 2 * LEVELS, 3)
-    mean = unmasked_mean(CONFIG, a_record(9, 2, 5), total, tsa)
+    mean = unmasked(CONFIG, a_record(9, 2, 5), total, tsa).result().mean()
     assert tsa.asked == [(5, [2, 5, 9])]
     assert mean == pytest.approx([CLIP / 4, -CLIP / 4, 0.0, CLIP / 8], rel=1e-6)
 
@@ -143,7 +143,7 @@ def test_the_mean_is_that_of_exactly_the_record_s_members() -> None:
 def test_a_sum_that_no_honest_clients_can_have_made(plain: tuple[int, ...], reason: str) -> None:
     total, tsa = masked(*plain)
     with pytest.raises(Implausible) as caught:
-        unmasked_mean(CONFIG, a_record(1, 2, 3), total, tsa)
+        unmasked(CONFIG, a_record(1, 2, 3), total, tsa).result()
     assert caught.value.reason == reason
 
 
@@ -151,19 +151,19 @@ def test_masks_of_another_length_are_not_believed() -> None:
     total, tsa = masked(0, 0, 0, 0, LEVELS, 3)
     tsa.masks = tsa.masks[:-1]
     with pytest.raises(Implausible, match="words"):
-        unmasked_mean(CONFIG, a_record(1, 2, 3), total, tsa)
+        unmasked(CONFIG, a_record(1, 2, 3), total, tsa).result()
 
 
 def test_what_the_tsa_refuses_is_passed_on() -> None:
     total, tsa = masked(0, 0, 0, 0, LEVELS, 3)
     tsa.refusal = TsaError(LOST, "gone")
     with pytest.raises(TsaError, match="gone"):
-        unmasked_mean(CONFIG, a_record(1, 2, 3), total, tsa)
+        unmasked(CONFIG, a_record(1, 2, 3), total, tsa)
 
 
 def test_two_members_of_one_index_are_of_two_lives_of_the_tsa() -> None:
     total, tsa = masked(0, 0, 0, 0, LEVELS, 3)
     with pytest.raises(TsaError) as caught:
-        unmasked_mean(CONFIG, a_record(1, 2, 1), total, tsa)
+        unmasked(CONFIG, a_record(1, 2, 1), total, tsa)
     assert caught.value.reason == LOST
     assert tsa.asked == []

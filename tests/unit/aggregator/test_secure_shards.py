@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from random import Random
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import pytest
@@ -174,6 +176,40 @@ def test_many_threads_fold_at_once_and_a_snapshot_comes_between() -> None:
     assert masked_words(aggregation, record) == expected.tolist()
     mean = sum(i % 7 for i in range(clients)) / clients
     assert aggregation.version(record) == pytest.approx([mean, -1.0, 0.0, 0.0], abs=1e-4)
+
+
+def test_steps_that_wait_for_the_tsa_hold_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tasks may wait for one TSA: a model is read when there is a shard to compute with. The
+    shard is not held while the TSA is asked.
+    """
+    aggregation, taken = Aggregation(a_secure_task(1)), 0
+    first, release = {aggregation.base.parameters, aggregation.optimizer}, aggregation.tsa.release
+    asked: list[int] = []
+
+    @contextmanager
+    def take_shard() -> Iterator[int]:
+        nonlocal taken
+        taken += 1
+        yield 0
+        taken -= 1
+
+    def released(*arguments: Any) -> None:
+        asked.append(taken)
+        release(*arguments)
+
+    def read(key: BlobKey) -> bytes:
+        assert taken == (key in first)
+        return aggregation.blobs[key]
+
+    monkeypatch.setattr(aggregation.tsa, "release", released)
+    aggregation.shards = Shards(tsa=aggregation.tsa.adapter, take_shard=take_shard)
+    aggregation.fold("a", aggregation.seal("a", 3.0))
+    record = aggregation.record()
+    work = Step(aggregation.config, SEQ, aggregation.base, aggregation.optimizer, record)
+    stepped, _ = aggregation.shards.step(work, read)
+    assert isinstance(stepped, Stepped)
+    assert stepped.dropped == ""
+    assert asked == [0]
 
 
 def test_restored_from_a_record_the_step_gives_the_same_bytes() -> None:

@@ -15,15 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from papaya.aggregator.shards import Shards, UploadChunks, blob_key
-from papaya.aggregator.work import Drop, Fold, Folded, Keep, Restore, Snapshot
+from papaya.aggregator.shards import Shards, UploadChunks, blob_key, initial_blobs
+from papaya.aggregator.work import Drop, Fold, Folded, Keep, Restore, Snapshot, Step, Stepped
 from papaya.config import Evaluated, TaskConfig
 from papaya.errors import MissingBlob
+from papaya.learning import parameters
 from papaya.learning.evaluation import evaluation_vector
 from papaya.learning.kernels import NUMPY, Kernel, compiled
 from papaya.learning.parameters import FLOAT32
 from papaya.learning.weighting import BytesLike, WeightedSum
-from papaya.messages.storage import Member, RecordRow
+from papaya.messages.storage import Member, RecordRow, VersionRow
 from tests.unit.aggregator.builders import MODEL_LENGTH, TASK, an_async_task, chunks_of
 
 CONFIG = an_async_task(100, concurrency=100)
@@ -271,6 +272,28 @@ def test_a_restore_that_fails_leaves_no_sum_at_all() -> None:
         shards.restore(Restore(CONFIG, 1, (a_record(1, "sum", "a"),), ()), missing)
     with pytest.raises(KeyError):
         shards.snapshot(Snapshot(TASK, 1, (1,)))
+
+
+def test_a_step_from_memory_is_repeated_after_an_error_of_storage() -> None:
+    shards, pool = Shards(), Released()
+    keep(shards, "a", (1, 2, 3, 4), pool)
+    shards.fold(a_fold("a"))
+    blobs = dict(initial_blobs(CONFIG, np.zeros(MODEL_LENGTH, FLOAT32)))
+    first, optimizer = blobs
+    record = RecordRow(1, "", (Member("a", 0, 0, 1, 0.0),), 1.0)
+    work = Step(CONFIG, 1, VersionRow(0, first, 0, 0.0), optimizer, record)
+
+    def away(key: str) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match="Input"):
+        shards.step(work, away)
+    stepped, made = shards.step(work, blobs.__getitem__)
+    assert isinstance(stepped, Stepped)
+    after = parameters.decode(dict(made)[stepped.parameters], MODEL_LENGTH)
+    assert after.tolist() == [1, 2, 3, 4]
+    with pytest.raises(KeyError):  # the buffer is gone
+        shards.step(work, blobs.__getitem__)
 
 
 SESSIONS = ["a", "b", "c"]

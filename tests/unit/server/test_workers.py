@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from threading import Event, Semaphore
-from typing import cast
+from threading import Barrier, Event, Lock, Semaphore
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from msgspec import structs
 
-from papaya.aggregator.masked_sum import Tsa, TsaError
+from papaya.aggregator.masked_sum import MaskedSum, Tsa, TsaError
 from papaya.aggregator.shards import Shards
 from papaya.aggregator.work import (
     UNREACHABLE,
@@ -29,7 +29,7 @@ from papaya.aggregator.work import (
 )
 from papaya.config import SecureAggregation
 from papaya.learning import parameters
-from papaya.learning.kernels import fastest
+from papaya.learning.kernels import Kernel, fastest
 from papaya.learning.parameters import FLOAT32
 from papaya.secagg.parameters import PublicParameters
 from papaya.server import workers
@@ -48,6 +48,7 @@ from tests.unit.server.worker_builders import (
     run,
     step_of,
     the_sum,
+    worker_threads,
 )
 
 
@@ -207,7 +208,7 @@ def test_closing_finishes_what_was_given_and_what_the_results_give() -> None:
 
     driver = run(test, blobs, threads=2)
     assert [type(message) for message in driver.told] == [Folded, Snapshotted]
-    assert not any(thread.is_alive() for thread in driver.workers._threads)
+    assert worker_threads() == []
 
 
 def test_dropping_a_session_forgets_its_upload_but_not_a_fold_that_was_given() -> None:
@@ -393,12 +394,9 @@ def test_threads_of_a_secure_task_end_when_it_has_no_work_and_start_again(
             driver.workers.perform(GetOffers(SECURE, 1, 1))
             await driver.until(Folded, number)
             await driver.until(Offered, number)
-            for thread in driver.workers._threads[2:]:
+            for thread in worker_threads("papaya-tsa"):
                 await asyncio.to_thread(thread.join, PATIENCE_S)
-            assert [thread.name for thread in driver.workers._threads] == [
-                "papaya-worker-0",
-                "papaya-worker-1",
-            ]
+            assert [thread.name for thread in worker_threads()] == 2 * ["papaya-worker"]
 
     run(test, MemoryBlobs(WORDS), 2, tsa=cast(Tsa, tsa))
 
@@ -424,3 +422,122 @@ def test_the_loop_goes_on_while_the_workers_wait_for_the_last_offers() -> None:
 
     run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, AskingTsa()))
     assert answered == [True]
+
+
+UPDATE = [0.0] * (SECURE.update_bytes // 4)
+
+
+class PromptTsa:
+    """Takes every seed at once. `has_all` is set when it has taken so many."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.has_all, self._left, self._lock = Event(), count, Lock()
+
+    def accept(self, parameters: object, index: int, group: int, sealed: bytes) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self.has_all.set()
+
+
+def test_no_more_threads_than_shards_add_up_updates_of_secure_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each task has threads of its own, but these only wait for the TSA."""
+    tasks, guard, add_all = 6, Lock(), MaskedSum.add_all
+    tsa, now, most = PromptTsa(tasks), 0, 0
+
+    def add_after_all_are_accepted(total: MaskedSum, members: Any, kernel: Kernel) -> None:
+        nonlocal now, most
+        with guard:
+            now += 1
+            most = max(most, now)
+        assert tsa.has_all.wait(PATIENCE_S)
+        add_all(total, members, kernel)
+        with guard:
+            now -= 1
+
+    monkeypatch.setattr(MaskedSum, "add_all", add_after_all_are_accepted)
+
+    async def test(driver: Driver) -> None:
+        for number in range(tasks):
+            driver.fold(structs.replace(SECURE, task=f"task-{number}"), "a", UPDATE)
+        await driver.until(Folded, tasks)
+
+    run(test, MemoryBlobs(WORDS), threads=1, tsa=cast(Tsa, tsa))
+    assert most == 1
+
+
+class GatedTsa:
+    """Takes a seed for a buffer when its gate is open."""
+
+    def __init__(self) -> None:
+        self.asked, self.gates = Semaphore(0), {1: Event(), 2: Event()}
+
+    def accept(self, parameters: object, index: int, group: int, sealed: bytes) -> None:
+        self.asked.release()
+        assert self.gates[group].wait(PATIENCE_S)
+
+
+def test_threads_of_a_task_never_wait_for_each_other_to_add_up_updates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not even those that have started after others have ended."""
+    monkeypatch.setattr(workers, "TSA_THREAD_LIFE_S", 0.01)
+    tsa, together, add_all = GatedTsa(), Barrier(2), MaskedSum.add_all
+
+    def add_together(total: MaskedSum, members: Any, kernel: Kernel) -> None:
+        if tsa.gates[2].is_set():
+            together.wait(PATIENCE_S)
+        add_all(total, members, kernel)
+
+    monkeypatch.setattr(MaskedSum, "add_all", add_together)
+
+    async def fold(driver: Driver, session: str, target: int) -> None:
+        driver.fold(SECURE, session, UPDATE, target)
+        assert await asyncio.to_thread(tsa.asked.acquire, timeout=PATIENCE_S)
+
+    async def test(driver: Driver) -> None:
+        try:
+            await fold(driver, "a", 1)
+            await fold(driver, "b", 2)
+            tsa.gates[1].set()
+            while len(worker_threads("papaya-tsa")) == 2:
+                await asyncio.sleep(0)
+            await fold(driver, "c", 2)
+        finally:
+            tsa.gates[2].set()
+        await driver.until(Folded, 3)
+
+    run(test, MemoryBlobs(WORDS), threads=2, tsa=cast(Tsa, tsa))
+
+
+def test_a_fold_behind_other_work_does_not_wait_for_the_threads_that_do_it() -> None:
+    """They take the work that hides the fold while all of them are busy."""
+
+    class SlowDelete(MemoryBlobs):
+        def __init__(self) -> None:
+            super().__init__(WORDS)
+            self.is_deleting, self.may_delete = Event(), Event()
+
+        def delete(self, key: str) -> None:
+            self.is_deleting.set()
+            assert self.may_delete.wait(PATIENCE_S)
+
+    blobs = SlowDelete()
+
+    async def test(driver: Driver) -> None:
+        blobs.block("put")
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        driver.workers.perform(SNAPSHOT)
+        await blobs.blocked()
+        try:
+            driver.workers.perform(DeleteBlobs((f"{SECURE.task}/1/x",)))
+            driver.fold(SECURE, "b", UPDATE)
+            blobs.unblock()
+            await driver.until(Folded, 2)
+            assert blobs.is_deleting.is_set()
+        finally:
+            blobs.may_delete.set()
+
+    run(test, blobs, threads=1, tsa=cast(Tsa, PromptTsa()))

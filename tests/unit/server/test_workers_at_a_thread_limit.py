@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from papaya.aggregator.masked_sum import Tsa, TsaError
-from papaya.aggregator.work import Folded, Forget, GetOffers, Offered, Restore, Restored
+from papaya.aggregator.work import Delayed, Folded, Forget, GetOffers, Offered, Restore, Restored
 from papaya.messages.base import BlobKey, TaskId
 from papaya.server import workers
 from tests.unit.server.worker_builders import (
@@ -21,35 +21,38 @@ from tests.unit.server.worker_builders import (
     Driver,
     MemoryBlobs,
     run,
+    worker_threads,
 )
 
 UPDATE = [0.0] * (SECURE.update_bytes // 4)
 
 
 class ThreadLimit:
-    """While it is reached, no thread for calls to the TSA starts. `refused` counts attempts."""
+    """While it is reached, no thread starts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_reached = False
-        self._refused = Semaphore(0)
+        self._attempts = 0
         start = Thread.start
 
         def start_below_limit(thread: Thread) -> None:
-            if self.is_reached and thread.name.startswith(("papaya-tsa", "papaya-offers")):
-                self._refused.release()
+            if self.is_reached:
+                self._attempts += 1
                 raise RuntimeError("can't start new thread")
             start(thread)
 
         monkeypatch.setattr(Thread, "start", start_below_limit)
 
     async def refused(self, count: int) -> None:
-        for _ in range(count):
-            assert await asyncio.to_thread(self._refused.acquire, timeout=PATIENCE_S)
+        """Wait for so many attempts. Needs no thread."""
+        until = self._attempts + count
+        async with asyncio.timeout(PATIENCE_S):
+            while self._attempts < until:
+                await asyncio.sleep(0)
 
 
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> ThreadLimit:
-    monkeypatch.setattr(workers, "THREAD_RETRY_S", 0.001)
     monkeypatch.setattr(workers, "TSA_THREAD_LIFE_S", 10 * PATIENCE_S)
     return ThreadLimit(monkeypatch)
 
@@ -87,25 +90,33 @@ def sessions(driver: Driver) -> list[str]:
 def test_updates_of_a_secure_task_wait_until_its_first_thread_can_start(
     limit: ThreadLimit, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Meanwhile, its state is not healthy."""
+
     async def test(driver: Driver) -> None:
         limit.is_reached = True
         driver.fold(SECURE, "a", UPDATE)
         driver.fold(SECURE, "b", UPDATE)
-        await limit.refused(3)
+        await driver.until(Delayed)
+        assert driver.workers.problem == "no thread can start for task next-word"
         driver.fold(WORDS, "c", [1, 2, 3, 4])
         await driver.until(Folded)
         assert sessions(driver) == ["c"]
         limit.is_reached = False
         await driver.until(Folded, 3)
         await driver.workers.drain()
+        assert driver.workers.problem == ""
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         driver = run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, PausedTsa()))
     assert sorted(sessions(driver)) == ["a", "b", "c"]
-    assert (
-        "cannot start a thread for the TSA of task next-word: can't start new thread; will retry "
-        "(hint: raise pids.max, TasksMax or ulimit -u)"
-    ) in caplog.text
+    reason = "no thread can start for this task: its aggregator is at a limit on threads"
+    *delayed, over = driver.of(Delayed)
+    assert set(delayed) == {Delayed("next-word", 1, reason)}
+    assert over == Delayed("next-word", 1, "")
+    events = [record.message for record in caplog.records if record.name == "papaya"]
+    assert len(events) == 2
+    assert events[0] == 'threads_refused task=next-word why="can\'t start new thread"'
+    assert events[1].startswith("threads_started task=next-word after_s=")
 
 
 def test_a_worker_that_cannot_start_the_thread_for_the_next_work_lives_on(
@@ -120,7 +131,7 @@ def test_a_worker_that_cannot_start_the_thread_for_the_next_work_lives_on(
         driver.workers.perform(Restore(SECURE, 1, (), ()))
         await blobs.blocked()
         driver.fold(SECURE, "a", UPDATE)
-        for thread in driver.workers._threads[1:]:
+        for thread in worker_threads("papaya-tsa"):
             await asyncio.to_thread(thread.join, PATIENCE_S)
         limit.is_reached = True
         blobs.unblock()
@@ -137,7 +148,7 @@ def test_a_worker_that_cannot_start_the_thread_for_the_next_work_lives_on(
 
 
 def test_a_secure_task_goes_on_with_the_threads_that_it_has(limit: ThreadLimit) -> None:
-    """And tries to start more when there is new work, after a while."""
+    """And starts more when there is new work and the limit allows it. This is no trouble."""
     tsa = PausedTsa()
 
     async def test(driver: Driver) -> None:
@@ -147,21 +158,18 @@ def test_a_secure_task_goes_on_with_the_threads_that_it_has(limit: ThreadLimit) 
             assert await asyncio.to_thread(tsa.asked.acquire, timeout=PATIENCE_S)
             limit.is_reached = True
             driver.fold(SECURE, "b", UPDATE, 2)
-            await limit.refused(1)
+            assert len(worker_threads("papaya-tsa")) == 1
+            limit.is_reached = False
+            driver.fold(SECURE, "c", UPDATE, 3)
+            assert await asyncio.to_thread(tsa.asked.acquire, timeout=PATIENCE_S)
+            assert len(worker_threads("papaya-tsa")) == 2
         finally:
             tsa.may_answer.set()
-        await driver.until(Folded, 2)
-        assert [thread.name for thread in driver.workers._threads[2:]] == ["papaya-tsa-next-word-0"]
-
-        limit.is_reached = False
-        while driver.workers._callers["next-word"].is_at_limit:
-            await asyncio.sleep(0)
-        driver.fold(SECURE, "c", UPDATE, 3)
-        assert len(driver.workers._threads) == 4
         await driver.until(Folded, 3)
 
     driver = run(test, MemoryBlobs(WORDS), threads=2, tsa=cast(Tsa, tsa))
-    assert sessions(driver) == ["a", "b", "c"]
+    assert sorted(sessions(driver)) == ["a", "b", "c"]
+    assert driver.of(Delayed) == []
 
 
 def test_requests_for_offers_wait_until_their_thread_can_start(limit: ThreadLimit) -> None:
@@ -186,6 +194,8 @@ def test_requests_for_offers_wait_until_their_thread_can_start(limit: ThreadLimi
 def test_closing_finishes_the_work_of_secure_tasks_without_their_threads(
     limit: ThreadLimit,
 ) -> None:
+    """It needs no thread itself."""
+
     async def test(driver: Driver) -> None:
         limit.is_reached = True
         for target in (1, 2, 3):  # one job each
@@ -193,11 +203,14 @@ def test_closing_finishes_the_work_of_secure_tasks_without_their_threads(
         driver.workers.perform(Restore(SECURE, 1, (), ()))
         driver.fold(SECURE, "s-4", UPDATE, 1)
         driver.workers.perform(GetOffers(SECURE, 1, 1))
-        await limit.refused(3)
-        assert driver.told == []
+        driver.workers.perform(Forget(SECURE))
 
-    driver = run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, PausedTsa()))
-    told = [type(message) for message in driver.told]
-    assert told == [Folded, Folded, Folded, Restored, Folded]
+    tsa = PausedTsa()
+    driver = run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, tsa))
+    told = [message for message in driver.told if not isinstance(message, Delayed | Offered)]
+    assert [type(message) for message in told] == [Folded, Folded, Folded, Restored, Folded]
     assert sessions(driver) == ["s-1", "s-2", "s-3", "s-4"]
+    assert len(driver.of(Offered)) == 1
+    assert tsa.is_told_to_forget.is_set()
     assert driver.pool.free == driver.pool.count
+    assert worker_threads() == []

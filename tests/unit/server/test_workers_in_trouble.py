@@ -18,6 +18,7 @@ from papaya.aggregator.work import (
 from papaya.errors import OperatorError
 from papaya.messages.base import Message
 from papaya.messages.storage import Member, RecordRow
+from papaya.server.workers import TOLD_FROM
 from tests.unit.server.worker_builders import (
     SNAPSHOT,
     WORDS,
@@ -56,8 +57,9 @@ def test_a_full_disk_is_tried_again_and_holds_up_no_fold(
 
 
 def test_what_cannot_be_written_is_told_until_it_is_written() -> None:
+    """Not after the first attempts: single errors of a bucket are usual."""
     blobs = MemoryBlobs(WORDS)
-    blobs.failures = [FULL, FULL]
+    blobs.failures = [FULL] * (TOLD_FROM + 1)
 
     async def test(driver: Driver) -> None:
         driver.fold(WORDS, "a", [1, 2, 3, 4])
@@ -77,19 +79,18 @@ def test_what_cannot_be_written_is_told_until_it_is_written() -> None:
         assert driver.workers.problem == ""
 
     driver = run(test, blobs)
-    reason = "blobs cannot be written: cannot write the blob: the disk is full"
     told = [message for message in driver.told if not isinstance(message, Folded)]
-    assert told[:-1] == [Delayed("words", 1, reason)] * 2
+    assert told[:-1] == [Delayed("words", 1, "blobs cannot be written")] * 2
     assert isinstance(told[-1], Snapshotted)
 
 
 def test_what_cannot_be_read_is_told_too() -> None:
     class Away(MemoryBlobs):
-        is_away = True
+        failures_left = TOLD_FROM
 
         def get(self, key: str) -> bytes:
-            if self.is_away:
-                self.is_away = False
+            if self.failures_left:
+                self.failures_left -= 1
                 raise OperatorError("cannot read the blob", hint="credentials")
             return super().get(key)
 
@@ -103,7 +104,19 @@ def test_what_cannot_be_read_is_told_too() -> None:
         assert driver.workers.problem == ""
 
     [delayed, _] = run(test, blobs).told
-    assert delayed == Delayed("words", 1, "blobs cannot be read: cannot read the blob")
+    assert delayed == Delayed("words", 1, "blobs cannot be read")
+
+
+def test_one_error_is_not_told() -> None:
+    blobs = MemoryBlobs(WORDS)
+    blobs.failures = [FULL] * (TOLD_FROM - 1)
+
+    async def test(driver: Driver) -> None:
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        driver.workers.perform(SNAPSHOT)
+        await driver.until(Snapshotted)
+
+    assert run(test, blobs).of(Delayed) == []
 
 
 def test_closing_gives_up_what_cannot_be_written_and_tells_nobody() -> None:

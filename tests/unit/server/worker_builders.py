@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence, Set
-from threading import Event, Lock, get_ident
+from threading import Event, Lock, Thread, enumerate, get_ident
 from typing import Any, Literal
 
 import numpy as np
@@ -20,11 +20,18 @@ from papaya.learning.weighting import WeightedSum
 from papaya.messages.base import BlobKey, Message, TaskId
 from papaya.messages.storage import Member, RecordRow, VersionRow
 from papaya.server.buffers import BufferPool
-from papaya.server.workers import Workers
+from papaya.server.workers import FreeShards, Workers
 
 LENGTH = 4
 CHUNK_BYTES = 8
 PATIENCE_S = 120.0
+
+
+def worker_threads(name: str = "papaya-") -> list[Thread]:
+    """Those of the workers whose name begins with this."""
+    names = ("papaya-worker", "papaya-tsa")
+    found = (thread for thread in enumerate() if thread.name.startswith(names))
+    return [thread for thread in found if thread.name.startswith(name)]
 
 
 def a_task(task: TaskId) -> TaskConfig:
@@ -133,7 +140,14 @@ class Driver:
         self.times: list[str] = []
         self._loop_thread = get_ident()
         self._news = asyncio.Event()
-        shards = Shards(threads, kernel=kernel, lock=Lock, release=self.pool.give_back, tsa=tsa)
+        shards = Shards(
+            threads,
+            kernel=kernel,
+            lock=Lock,
+            take_shard=FreeShards(threads),
+            release=self.pool.give_back,
+            tsa=tsa,
+        )
         self.workers = Workers(
             shards,
             blobs,

@@ -1,0 +1,161 @@
+"""Threads that take jobs from the same place, and what they do at a limit on threads.
+
+    there is work ──▶ wake ──▶ a thread that waits, or a new one ──▶ find ──▶ job() ──▶ find ──▶ …
+
+A thread starts when there is work, and ends when there has been none for a while. At a limit
+(pids.max, TasksMax, ulimit -u) a crew goes on with the threads that it has. If it has none, it
+tries again with back-off, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Condition, RLock, Thread, current_thread
+from typing import Final
+
+FIRST_RETRY_S: Final = 0.1
+LONGEST_RETRY_S: Final = 5.0
+
+CrewJob = Callable[[], object]
+
+
+def call_on(
+    loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object
+) -> None:
+    """Call it on the loop, from any thread. No-op if the loop is closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *arguments)
+
+
+def retry_delay_s(attempts: int, first_s: float = FIRST_RETRY_S) -> float:
+    """After so many attempts that have failed."""
+    return min(first_s * 2.0 ** min(attempts - 1, 100), LONGEST_RETRY_S)
+
+
+def _ignore(attempts: int, why: str) -> None:
+    """No-op."""
+
+
+class Crew:
+    """Up to `most` threads. Call it with `lock` held, on any thread."""
+
+    def __init__(
+        self,
+        name: str,
+        most: int,
+        find: Callable[[], CrewJob | None],
+        lock: RLock,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        life_s: float | None = None,
+        first_retry_s: float = FIRST_RETRY_S,
+        on_limit: Callable[[int, str], None] = _ignore,
+    ) -> None:
+        """`find` returns a job that may run now, or None. It is called with `lock` held.
+
+        `life_s`: how long a thread waits for work; None for ever. `on_limit` is called with the
+        number of attempts and the reason after each attempt to start the first thread that fails,
+        and with an empty reason when it has started.
+        """
+        self._name = name
+        self._most = most
+        self._find = find
+        self._lock = lock
+        self._changed = Condition(lock)
+        self._life_s = life_s
+        self._first_retry_s = first_retry_s
+        self._on_limit = on_limit
+        self._loop = loop
+        self._threads: set[Thread] = set()
+        self._waiting = 0  # threads that wait for work
+        self._attempts = 0  # to start the first thread, that have failed
+        self._is_stopped = False
+        self._has_ended = asyncio.Event()
+
+    @property
+    def size(self) -> int:
+        return len(self._threads)
+
+    @property
+    def is_in_use(self) -> bool:
+        """It has threads, or tries to start one."""
+        return bool(self._threads or self._attempts)
+
+    def fill(self) -> None:
+        """Start all threads. Raises RuntimeError at a limit."""
+        while len(self._threads) < self._most:
+            self._start()
+
+    def wake(self) -> None:
+        """There is work. A job that is taken must wake a thread for what may run beside it."""
+        if self._waiting:
+            self._changed.notify()
+        elif self._threads or not self._attempts:
+            self._enlarge()
+
+    def stop(self) -> None:
+        """Let all threads end after their job; `ended` waits for them."""
+        self._is_stopped = True
+        self._changed.notify_all()
+        if not self._threads:
+            self._has_ended.set()
+
+    async def ended(self) -> None:
+        """Call it without the lock. Needs no thread, so that it works at a limit."""
+        threads = tuple(self._threads)
+        await self._has_ended.wait()
+        for thread in threads:
+            thread.join()  # it has nothing left to do
+
+    # -- starting threads -------------------------------------------------------------------
+
+    def _enlarge(self) -> None:
+        if self._is_stopped or len(self._threads) >= self._most:
+            return
+        try:
+            self._start()
+        except RuntimeError as error:
+            if not self._threads:
+                self._attempts += 1
+                delay_s = retry_delay_s(self._attempts, self._first_retry_s)
+                call_on(self._loop, self._loop.call_later, delay_s, self._try_again)
+                self._on_limit(self._attempts, str(error))
+            return
+        if self._attempts:
+            attempts, self._attempts = self._attempts, 0
+            self._on_limit(attempts, "")
+
+    def _try_again(self) -> None:
+        with self._lock:
+            self._enlarge()
+
+    def _start(self) -> None:
+        thread = Thread(target=self._run, name=self._name, daemon=True)
+        thread.start()
+        self._threads.add(thread)
+
+    # -- on the threads ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            job()
+
+    def _next(self) -> CrewJob | None:
+        """Wait for a job. None means that the thread has to end."""
+        is_over = False
+        with self._lock:
+            while not self._is_stopped:
+                job = self._find()
+                if job is not None:
+                    return job
+                if is_over:
+                    break
+                self._waiting += 1
+                is_over = not self._changed.wait(self._life_s)
+                self._waiting -= 1
+            self._threads.remove(current_thread())
+            if self._is_stopped and not self._threads:
+                call_on(self._loop, self._has_ended.set)
+            return None

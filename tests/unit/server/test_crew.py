@@ -1,0 +1,125 @@
+"""Threads that take jobs from the same place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+from threading import Barrier, RLock, Thread
+
+import pytest
+
+from papaya.server.crew import LONGEST_RETRY_S, Crew, CrewJob, retry_delay_s
+from tests.unit.server.worker_builders import PATIENCE_S
+
+
+class Jobs:
+    """What a crew finds. A job wakes a thread for the next one when it is taken."""
+
+    def __init__(self, most: int, life_s: float | None = None) -> None:
+        self.waiting: deque[CrewJob] = deque()
+        self.told: list[tuple[int, str]] = []
+        self._lock = RLock()
+        self.crew = Crew(
+            "a-crew",
+            most,
+            self._find,
+            self._lock,
+            asyncio.get_running_loop(),
+            life_s=life_s,
+            first_retry_s=0.001,
+            on_limit=lambda attempts, why: self.told.append((attempts, why)),
+        )
+
+    def _find(self) -> CrewJob | None:
+        if not self.waiting:
+            return None
+        job = self.waiting.popleft()
+        if self.waiting:
+            self.crew.wake()
+        return job
+
+    def put(self, *jobs: CrewJob) -> None:
+        with self._lock:
+            self.waiting.extend(jobs)
+            self.crew.wake()
+
+    async def ended(self) -> None:
+        with self._lock:
+            self.crew.stop()
+        async with asyncio.timeout(PATIENCE_S):
+            await self.crew.ended()
+
+
+def on_a_loop(test: Callable[[], Awaitable[None]]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await test()
+
+    asyncio.run(within())
+
+
+def test_threads_start_for_jobs_that_may_run_together() -> None:
+    async def test() -> None:
+        jobs, together = Jobs(most=3), Barrier(3)
+        assert jobs.crew.size == 0
+        jobs.put(*3 * [lambda: together.wait(PATIENCE_S)])
+        while jobs.waiting:
+            await asyncio.sleep(0)
+        assert jobs.crew.size == 3
+        await jobs.ended()
+        assert jobs.crew.size == 0
+
+    on_a_loop(test)
+
+
+def test_threads_without_work_end_and_others_start() -> None:
+    async def test() -> None:
+        jobs, loop = Jobs(most=2, life_s=0.001), asyncio.get_running_loop()
+        for _ in range(3):
+            done = asyncio.Event()
+            jobs.put(partial(loop.call_soon_threadsafe, done.set))
+            await done.wait()
+            while jobs.crew.is_in_use:
+                await asyncio.sleep(0)
+        await jobs.ended()
+
+    on_a_loop(test)
+
+
+def test_a_crew_without_threads_backs_off_until_one_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_reached, start = True, Thread.start
+
+    def start_below_limit(thread: Thread) -> None:
+        if is_reached:
+            raise RuntimeError("too many")
+        start(thread)
+
+    monkeypatch.setattr(Thread, "start", start_below_limit)
+
+    async def test() -> None:
+        nonlocal is_reached
+        jobs, done = Jobs(most=2), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for _ in range(10):  # new work is no reason to try earlier
+            jobs.put(lambda: None)
+        assert jobs.told == [(1, "too many")]
+        while len(jobs.told) < 3:
+            await asyncio.sleep(0)
+        is_reached = False
+        jobs.put(lambda: loop.call_soon_threadsafe(done.set))
+        await done.wait()
+        *tried, over = jobs.told
+        assert tried == [(1 + number, "too many") for number in range(len(tried))]
+        assert over == (len(tried), "")
+        await jobs.ended()
+
+    on_a_loop(test)
+
+
+def test_the_back_off_has_a_limit_also_after_a_day() -> None:
+    assert [retry_delay_s(attempts, 0.5) for attempts in (1, 2, 3)] == [0.5, 1.0, 2.0]
+    assert retry_delay_s(100_000) == LONGEST_RETRY_S
