@@ -523,4 +523,7 @@ class Workers:
             is_known = self._lost.get(task) == seq
             self._lost[task] = seq
         if not is_known:
-            self._call(self._deliver_all, [Lost(task, seq, str(error) or repr(error))])
+            # As in _tell_delay: the text of any other error may have paths and addresses.
+            what = f"unexpected error ({type(error).__name__}): see the log of the aggregator"
+            reason = str(error) if isinstance(error, MissingBlob) else what
+            self._call(self._deliver_all, [Lost(task, seq, reason)])

@@ -106,7 +106,10 @@ class AdminRoutes:
         service = self._service
         return [
             self._get("/admin/status", lambda caller, exchange: service.status()),
-            self._get("/admin/events", lambda caller, exchange: service.events()),
+            self._get(
+                "/admin/events",
+                lambda caller, _: service.events(for_operator=caller.role == "operator"),
+            ),
             self._get("/admin/whoami", lambda caller, _: accounts.whoami(service.state, caller)),
         ]
 

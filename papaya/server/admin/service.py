@@ -31,6 +31,7 @@ from papaya.learning.server_optimizer import server_optimizer
 from papaya.messages import owner
 from papaya.messages.audit_trail import Attempt
 from papaya.messages.base import BlobKey, NodeId, TaskId
+from papaya.messages.events import StorageFailed
 from papaya.messages.owner import TaskRows
 from papaya.messages.reasons import CANDIDATE_ENDINGS
 from papaya.messages.rollout import counts_of, enough_at, since, values_of
@@ -171,14 +172,11 @@ class AdminService:
             rollout=_rollout_view(rollout, points, total),
         )
 
-    async def events(self) -> tuple[EventView, ...]:
+    async def events(self, *, for_operator: bool) -> tuple[EventView, ...]:
         """The last events of all servers, the oldest first."""
         rows = await self.state.read((EVENTS,))
-        return tuple(
-            EventView(row.at, row.node, row.event, row.level, msgspec.json.decode(row.fields))
-            for row in rows.values()
-            if isinstance(row, EventRow)
-        )
+        found = (row for row in rows.values() if isinstance(row, EventRow))
+        return tuple(_event_view(row, for_operator=for_operator) for row in found)
 
     async def points(self, task: TaskId, after: int = -1) -> tuple[PointRow, ...]:
         """The points as the supervisor of this process knows them: at most one turn old."""
@@ -582,6 +580,14 @@ def _version(found: TaskRows, version: int) -> VersionRow:
         return found.version(version)
     except OperatorError as error:
         raise NotFound(str(error), hint=error.hint) from error
+
+
+def _event_view(row: EventRow, *, for_operator: bool) -> EventView:
+    """Only operators see why storage fails: its errors have paths and addresses."""
+    fields = msgspec.json.decode(row.fields)
+    if row.event == StorageFailed.name() and not for_operator:
+        del fields["why"]
+    return EventView(row.at, row.node, row.event, row.level, fields)
 
 
 def _version_view(row: VersionRow) -> VersionView:

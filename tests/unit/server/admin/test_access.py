@@ -13,7 +13,7 @@ from papaya.bundle.manifest import run_id
 from papaya.http.exchange import Exchange
 from papaya.http.routes import HttpRoute, Receiver
 from papaya.messages.owner import evaluation_id
-from papaya.messages.storage import AccountRole
+from papaya.messages.storage import AccountRole, EventRow, Transaction, event_key
 from papaya.server.admin import accounts
 from papaya.server.admin.access import ACCESS, Caller, Gate, refusal
 from papaya.server.admin.accounts import Identities
@@ -107,6 +107,21 @@ def test_every_route_with_every_role(
     if role == "owner" and (method, path) not in FOR_VIEWERS and "{task}" in path:
         assert status("speech-1") == 403
         assert status("visio") == 403
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_only_operators_see_why_storage_fails(
+    server: AdminServer, tokens: dict[str, str], role: str
+) -> None:
+    """Errors of disks and buckets have paths and addresses."""
+    error = "cannot write /srv/papaya/blobs: the disk is full"
+    fields = msgspec.json.encode({"part": "blobs", "task": "vision-1", "why": error})
+    row = EventRow(1.0, "agg-1", "storage_failed", "error", fields)
+    server.call(server.system.state.transact(Transaction(put=((event_key(1.0, "agg-1", 1), row),))))
+    status, answer = ask(server, "GET", "/admin/events", token=tokens[role])
+    [event] = msgspec.json.decode(answer)
+    assert (status, event["fields"]["task"]) == (200, "vision-1")
+    assert (error in event["fields"].values()) == (role == "operator")
 
 
 def test_a_path_that_is_not_in_the_table_is_refused_for_everybody() -> None:
