@@ -187,8 +187,9 @@ class Lost(Message, frozen=True):
 
 
 class Delayed(Message, frozen=True):
-    """A blob cannot be read or written, for example because the disk is full. The driver tries
-    again; the result of this work, or Lost, means that the delay is over.
+    """A blob cannot be read or written, for example because the disk is full, or no thread can
+    start. The driver tries again. The result of this work, Lost, or an empty reason means that the
+    delay is over. Owners and viewers can read the reason.
     """
 
     task: TaskId

@@ -26,7 +26,7 @@ class TaskReport(Struct, frozen=True, gc=False):
 
     `ended` counts the sessions that ended at this holder; its growth sets the pace of check-ins.
     `halted`: why the holder makes no versions for now; also set while its blobs cannot be
-    read or written, or its TSA has a problem.
+    read or written, no thread can start for it, or its TSA has a problem. Viewers can read it.
     `version` is the newest committed version.
     `drained`: every update that was folded is in a record, and no other will be folded here.
     `awaited`: clients of earlier holders that have not come yet, for which room is kept.
