@@ -253,7 +253,7 @@ class Cluster:
         for visit in islice(self._arrivals, self._draws):
             device = visit.device
             if device not in self.devices and (
-                self._all_are_eligible or self.population.is_available(device, self.engine.now)
+                self._all_are_eligible or self._arrivals.is_available(visit, self.engine.now)
             ):
                 self.admit(visit)
                 return

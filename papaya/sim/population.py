@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -44,6 +45,7 @@ _Device = TypeVar("_Device", int, HashWords)
 
 SLOT_S: Final = 3600.0
 SLOTS_PER_DAY: Final = 24
+_ROUNDING_S: Final = 1e-3
 BLOCK: Final = 4096  # 32 KiB per column: the working set of a draw stays in the L2 cache
 
 # One generator per quantity. The numbers are part of every seed's meaning: never reuse one.
@@ -199,9 +201,9 @@ class Block:
 
     def __iter__(self) -> Iterator[Visit]:
         columns = (self.device, self.participation, self.examples, self.execution_s, self.latency_s)
-        drops_at = [None if math.isnan(point) else point for point in self.drops_at.tolist()]
+        drops_at = [None if point != point else point for point in self.drops_at.tolist()]  # NaN
         rows = zip(*(column.tolist() for column in columns), drops_at, strict=True)
-        return map(Visit._make, rows)
+        return map(partial(tuple.__new__, Visit), rows)  # faster than `Visit._make`
 
 
 class Population:
@@ -266,12 +268,22 @@ class Population:
             times = np.broadcast_to(now, indices.shape).tolist()
             pairs = zip(indices.tolist(), times, strict=True)
             return np.array([self._is_available(*pair) for pair in pairs], np.bool_)
+        return self._slots(indices, now)[0]
+
+    def slots_of(self, indices: Indices, now: float) -> tuple[Bools, Floats]:
+        """`is_available`, and until when it stays as it is: a little before the slot ends."""
+        if self._availabilities is not None:
+            return self.is_available(indices, now), np.full(indices.shape, now)
+        return self._slots(indices, now)
+
+    def _slots(self, indices: Indices, now: float | Floats) -> tuple[Bools, Floats]:
         phase = (self._words(_SLOT_PHASE, indices) >> np.uint64(40)) * 2.0**-24
         slots = np.floor(now / SLOT_S + phase).astype(np.int64)
         coins = splitmix64_words(self._words(_SLOT, indices), slots.view(np.uint64)) >> np.uint64(
             32
         )
-        return coins < self._eligible_below_array[slots % SLOTS_PER_DAY]
+        is_available = coins < self._eligible_below_array[slots % SLOTS_PER_DAY]
+        return is_available, (slots + 1 - phase) * SLOT_S - _ROUNDING_S
 
     def _is_available(self, device: int, now: float) -> bool:
         self._refuse_stranger(device)
@@ -392,6 +404,10 @@ class Arrivals:
         self.population = population
         self.position = position
         self._ready: list[Visit] = []  # visits from `position` on, the next one last
+        # Of the visits of the current block, in the order of `_ready`: whether their devices are
+        # available, and until when that is known.
+        self._available: list[bool] = []
+        self._known_until_s: list[float] = []
 
     def __iter__(self) -> Self:
         return self
@@ -399,8 +415,20 @@ class Arrivals:
     def __next__(self) -> Visit:
         if not self._ready:
             self._ready = list(self._block_at(self.position, BLOCK))[::-1]
+            self._known_until_s = []
         self.position += 1
         return self._ready.pop()
+
+    def is_available(self, visit: Visit, now: float) -> bool:
+        """`Population.is_available` of the last visit, looked up for a block at a time."""
+        if not self._known_until_s:
+            devices = np.array([each.device for each in (*self._ready, visit)])
+            available, until_s = self.population.slots_of(devices, now)
+            self._available, self._known_until_s = available.tolist(), until_s.tolist()
+        place = len(self._ready)
+        if now < self._known_until_s[place]:
+            return self._available[place]
+        return self.population.is_available(visit.device, now)
 
     def draw(self, n: int) -> Block:
         """The next n visits in one block."""
