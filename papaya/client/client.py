@@ -87,6 +87,7 @@ class Stage(Enum):
     OVER = "over"
 
 
+_CHECKING_IN, _OVER = Stage.CHECKING_IN, Stage.OVER  # looking them up in the class takes longer
 _WORKING = (Stage.DOWNLOADING, Stage.TRAINING, Stage.SEALING)
 _NEVER = float("inf")
 _MIN_HEARTBEAT_S = 0.2
@@ -133,6 +134,39 @@ class NoBundles:
 class Client:
     """Invariant: at most one request of the stage and one heartbeat are unanswered."""
 
+    __slots__ = (
+        "_attempt",
+        "_bundles",
+        "_capabilities",
+        "_chunk_bytes",
+        "_config",
+        "_counted",
+        "_examples",
+        "_extra_s",
+        "_failures",
+        "_heartbeat_at",
+        "_heartbeat_attempt",
+        "_heartbeat_s",
+        "_pending",
+        "_pending_attempt",
+        "_resend_at",
+        "_rng",
+        "_sealed",
+        "_selector",
+        "_selectors",
+        "_stage_ends",
+        "_stopping",
+        "_ticket",
+        "_to_send",
+        "_update",
+        "_upload_id",
+        "_upload_url",
+        "history",
+        "joined",
+        "stage",
+        "task",
+    )
+
     def __init__(
         self,
         selectors: Sequence[NodeId],
@@ -174,8 +208,10 @@ class Client:
         self._pending: Message | None = None
         self._pending_attempt = 0
         self._resend_at = _NEVER
-        # The next heartbeat, from the join to the end, and the number of the last one.
+        # The next heartbeat, from the join to the end, the time between two, and the number of the
+        # last one.
         self._heartbeat_at = _NEVER
+        self._heartbeat_s = _NEVER
         self._heartbeat_attempt = 0
 
         # The trained update, masked once it is sealed, and how many examples it comes from.
@@ -198,7 +234,7 @@ class Client:
         return self._ask(now, CheckIn(PROTOCOL_VERSION, self._capabilities, excluded))
 
     def receive(self, now: float, message: Message) -> Effects:
-        if self.stage is Stage.OVER:
+        if self.stage is _OVER:
             return []
         match message:
             case Answered():
@@ -229,7 +265,7 @@ class Client:
         return self._leave("stopped", "stopped")
 
     def wake(self, now: float) -> Effects:
-        if self.stage is Stage.OVER:
+        if self.stage is _OVER:
             return []
         if now >= self._stage_ends:
             ending: Ending = "failed" if self.stage in _WORKING else "gave_up"
@@ -241,8 +277,14 @@ class Client:
             else:
                 effects = self._ask(now, self._pending)
         if now >= self._heartbeat_at:
-            effects += self._send_heartbeat(now)
+            effects.append(self._send_heartbeat(now))
         return effects
+
+    def beat(self, now: float) -> SendRequest | None:
+        """`wake`, if a heartbeat is all that is due; None: nothing was done."""
+        if now < self._heartbeat_at or now >= self._resend_at or now >= self._stage_ends:
+            return None
+        return self._send_heartbeat(now)
 
     def next_wake(self) -> float:
         due = self._resend_at if self._resend_at < self._heartbeat_at else self._heartbeat_at
@@ -253,7 +295,7 @@ class Client:
     def _ask(self, now: float, message: Message) -> Effects:
         self._attempt += 1
         self._pending, self._pending_attempt = message, self._attempt
-        is_held = self.stage is Stage.CHECKING_IN
+        is_held = self.stage is _CHECKING_IN
         timeout_s = self._config.check_in_timeout_s if is_held else self._config.request_timeout_s
         self._resend_at = now + timeout_s
         return [SendRequest(self._server_for(message), self._attempt, message)]
@@ -306,13 +348,12 @@ class Client:
         self._pending, self._pending_attempt, self._resend_at = None, 0, _NEVER
         self._failures = 0
 
-    def _send_heartbeat(self, now: float) -> Effects:
-        assert self.joined is not None
+    def _send_heartbeat(self, now: float) -> SendRequest:
         self._attempt += 1
         self._heartbeat_attempt = self._attempt
-        self._heartbeat_at = now + max(_MIN_HEARTBEAT_S, self.joined.heartbeat_s)
-        heartbeat = Heartbeat(self._ticket)
-        return [SendRequest(self._server_for(heartbeat), self._attempt, heartbeat)]
+        self._heartbeat_at = now + self._heartbeat_s
+        to = self._selectors[self._selector]
+        return SendRequest(to, self._attempt, Heartbeat(self._ticket))
 
     def _retry_heartbeat(self, now: float, after_s: float) -> Effects:
         """Retry before the next heartbeat is due: a new holder adopts clients only for a while."""
@@ -354,7 +395,7 @@ class Client:
                 if is_direct and answer.elsewhere:
                     return self._leave_direct_path(now, "moved")
                 return self._ask_again(now, answer.after_s)
-            case Rejected() if self.stage is Stage.CHECKING_IN:
+            case Rejected() if self.stage is _CHECKING_IN:
                 window = (answer.retry_from_s, answer.retry_until_s)
                 detail = lacks_in_words(answer.lacks)
                 return self._finish("rejected", answer.reason, *window, detail)
@@ -400,6 +441,7 @@ class Client:
         self.stage = Stage.DOWNLOADING
         self._stage_ends = now + joined.training_timeout_s
         self._heartbeat_at = now + joined.heartbeat_s
+        self._heartbeat_s = max(_MIN_HEARTBEAT_S, joined.heartbeat_s)
         return [Download(joined.parameters, joined.model_length)]
 
     def _on_downloaded(self) -> Effects:
@@ -514,7 +556,7 @@ class Client:
         retry_until_s: float = 0.0,
         detail: str = "",
     ) -> Effects:
-        self.stage = Stage.OVER
+        self.stage = _OVER
         self._pending, self._pending_attempt = None, 0
         self._stage_ends = self._resend_at = self._heartbeat_at = _NEVER
         return [Finish(ending, reason, retry_from_s, retry_until_s, detail)]

@@ -18,12 +18,13 @@ class AssignmentMap:
     """
 
     def __init__(self) -> None:
+        # Of tasks that are not over.
         self._routes: dict[TaskId, Route] = {}
         self._over: frozenset[TaskId] = frozenset()
 
     def replace(self, routes: tuple[Route, ...], over: tuple[TaskId, ...]) -> None:
-        self._routes = {route.task: route for route in routes}
         self._over = frozenset(over)
+        self._routes = {route.task: route for route in routes if route.task not in self._over}
 
     def is_over(self, task: TaskId) -> bool:
         """The task has ended, so its clients should stop asking for its holder."""
@@ -34,6 +35,6 @@ class AssignmentMap:
         is newer than the map.
         """
         route = self._routes.get(ticket.task)
-        if route is None or ticket.seq > route.seq or ticket.task in self._over:
+        if route is None or ticket.seq > route.seq:
             return None
         return route.aggregator

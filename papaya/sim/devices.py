@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 
 from papaya.client.client import Client, NoBundles
 from papaya.client.work import (
@@ -41,45 +42,40 @@ if TYPE_CHECKING:
     from papaya.sim.cluster import Cluster
 
 _SEAL_S = 0.05
+_NEVER = float("inf")
 NOBODY: NodeId = "nobody"
 """A client that sends requests without running the device machine."""
 
 
-class Path:
+class Path(Struct, eq=False):
     """Where the answer to one request goes: back through the server that took it, a selector or,
-    for an upload, the aggregator itself.
+    for an upload, the aggregator itself. `boot` is that of the server when the request was sent.
 
     `device` is None for forged requests: no device waits for the answer.
     """
 
-    __slots__ = ("_attempt", "_boot", "_device", "_server", "device_name", "request")
+    device: SimulatedDevice | None
+    attempt: int
+    server: SimulatedHost
+    boot: int
+    request: Message
 
-    def __init__(
-        self,
-        device: SimulatedDevice | None,
-        attempt: int,
-        server: SimulatedHost,
-        request: Message,
-    ) -> None:
-        self.request = request
-        self.device_name = NOBODY if device is None else device.name
-        self._device = device
-        self._attempt = attempt
-        self._server = server
-        self._boot = server.boots
+    @property
+    def device_name(self) -> NodeId:
+        return NOBODY if self.device is None else self.device.name
 
     @property
     def identity(self) -> str:
-        return "" if self._device is None else self._device.identity
+        return "" if self.device is None else self.device.identity
 
     def answer(self, host: SimulatedHost, message: Message) -> None:
-        server = self._server
+        server = self.server
         hops = 1 if host is server else 2
-        host.carry(host.node, server.node, hops, self._arrive, Answered(self._attempt, message))
+        host.carry(host.node, server.node, hops, self._arrive, Answered(self.attempt, message))
 
     def _arrive(self, answered: Answered) -> None:
-        server, device = self._server, self._device
-        if server.is_alive and server.boots == self._boot and device is not None:
+        server, device = self.server, self.device
+        if server.is_alive and server.boots == self.boot and device is not None:
             request = self.request
             if type(request) is Join and device.identity and type(answered.answer) is not Retry:
                 server.deliver(JoinDecided(request.ticket))
@@ -109,6 +105,7 @@ class SimulatedDevice:
         "assigned_s",
         "bundles",
         "cluster",
+        "identity",
         "is_present",
         "machine",
         "name",
@@ -122,15 +119,12 @@ class SimulatedDevice:
         self.cluster = cluster
         self.visit = visit
         self.name: NodeId = f"device-{visit.device}"
+        self.identity = cluster.identity_of(visit.device)
         self.machine = machine
         self.is_present = True
         self.assigned_s: float | None = None  # when it began to download
         self._engine = cluster.engine
-        self._armed_for = float("inf")
-
-    @property
-    def identity(self) -> str:
-        return self.cluster.identity_of(self.visit.device)
+        self._armed_for = _NEVER
 
     def start(self) -> None:
         self.perform(self.machine.start(self._engine.now))
@@ -161,25 +155,29 @@ class SimulatedDevice:
     def _on_timer(self, now: float) -> None:
         if not self.is_present or now < self._armed_for:
             return
-        self._armed_for = float("inf")
-        if self.machine.next_wake() <= now:
-            self.perform(self.machine.wake(now))
-        else:
-            self._arm()
+        self._armed_for = _NEVER
+        machine = self.machine
+        if (heartbeat := machine.beat(now)) is not None:
+            self._request(heartbeat)
+        elif machine.next_wake() <= now:
+            self.perform(machine.wake(now))
+            return
+        self._arm()
 
     # -- effects ----------------------------------------------------------------------------
 
     def _request(self, effect: SendRequest) -> None:
         cluster = self.cluster
-        server = cluster.hosts[effect.to]
-        message = cluster.wire(self.name, effect.to, effect.message)
-        for observe in cluster.hooks.request:
-            observe(self, message)
-        path = Path(self, effect.attempt, server, message)
+        server, message = cluster.hosts[effect.to], effect.message
+        if not cluster.may_shorten:
+            message = cluster.wire(self.name, effect.to, message)
+            for observe in cluster.hooks.request:
+                observe(self, message)
+        path = Path(self, effect.attempt, server, server.boots, message)
         if type(message) is CheckIn and self.identity:
             message = IdentifiedCheckIn(self.identity, message)
         server.carry("device", effect.to, 1, server.take, message, path)
-        if type(effect.message) is Join and effect.attempt == 2:
+        if effect.attempt == 2 and type(message) is Join:
             self._schedule_dropout()
 
     def _schedule_dropout(self) -> None:

@@ -53,19 +53,20 @@ class Engine:
 
     def __init__(self) -> None:
         self.now = 0.0
-        # All events before `_heap_ends` are in the heap, all others in `_later`.
-        self._heap: list[_Event] = []
-        self._heap_ends = 0
+        # All events before `heap_ends` are in the heap, all others in `_later`.
+        self.heap: list[_Event] = []
+        self.heap_ends = 0
         self._later: dict[int, list[_Event]] = {}
         self._later_count = 0
         # The keys of `_later`, as a heap.
         self._seconds: list[int] = []
-        self._ticket = 0
+        # The ticket of the event that was scheduled last.
+        self.ticket = 0
 
     @property
     def events(self) -> int:
         """How many have run, or begun to."""
-        return self._ticket - len(self._heap) - self._later_count
+        return self.ticket - len(self.heap) - self._later_count
 
     def at(self, time: float, handler: Callable[..., None], *arguments: Any) -> None:
         self.call_at(time, handler, arguments)
@@ -77,18 +78,14 @@ class Engine:
         self, time: float, handler: Callable[..., None], arguments: tuple[Any, ...]
     ) -> None:
         """`at` for a caller that has the arguments as a tuple."""
-        self._ticket += 1
-        event = (time, self._ticket, handler, arguments)
-        if time < self._heap_ends:
-            heappush(self._heap, event)
+        self.ticket += 1
+        event = (time, self.ticket, handler, arguments)
+        if time < self.heap_ends:
+            heappush(self.heap, event)
         else:
-            self._put_off(event)
+            self.put_off(event)
 
-    def skip(self) -> None:
-        """Count an event that would do nothing as one that has run."""
-        self._ticket += 1
-
-    def _put_off(self, event: _Event) -> None:
+    def put_off(self, event: _Event) -> None:
         second = int(event[0])
         self._later_count += 1
         found = self._later.get(second)
@@ -103,15 +100,15 @@ class Engine:
         if not self._seconds or self._seconds[0] > until:
             return False
         second = heappop(self._seconds)
-        self._heap_ends = second + 1
-        self._heap += self._later.pop(second)
-        self._later_count -= len(self._heap)
-        heapify(self._heap)
+        self.heap_ends = second + 1
+        self.heap += self._later.pop(second)
+        self._later_count -= len(self.heap)
+        heapify(self.heap)
         return True
 
     def run(self, until: float, stop: Callable[[], bool] | None = None) -> None:
         """Run every event up to `until`; `stop` is asked before each one."""
-        heap = self._heap
+        heap = self.heap
         with rare_garbage_collection():
             while (heap or self._has_next_second(until)) and heap[0][0] <= until:
                 if stop is not None and stop():

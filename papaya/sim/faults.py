@@ -390,5 +390,5 @@ class Hostile(Observer):
         """One after the other, far enough apart to arrive in order."""
         selector = self.cluster.hosts[self._rng.choice(self.cluster.selectors)]
         for index, message in enumerate(messages):
-            path = Path(None, 0, selector, message)
+            path = Path(None, 0, selector, selector.boots, message)
             self.cluster.engine.after(0.3 * index, selector.deliver, message, path)

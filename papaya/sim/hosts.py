@@ -30,7 +30,7 @@ from papaya.aggregator.work import (
 from papaya.errors import InvariantError, MissingBlob, ProtocolError
 from papaya.machine import Effects, Forward, Handle, Log, Machine, Read, Reply, Send, Transact
 from papaya.messages.base import Message, NodeId
-from papaya.messages.participation import Heartbeat, Ticketed
+from papaya.messages.participation import Heartbeat
 from papaya.messages.storage import Outcome, Row, Rows, Transacted
 from papaya.selector.selector import Selector
 
@@ -61,10 +61,13 @@ class SimulatedHost:
         self.machine: Machine
         self._make = make
         self._engine = cluster.engine
+        self._network = cluster.network
         self.carry = cluster.network.carry
         self._after_event = cluster.hooks.after_event
         self._armed_for = float("inf")
         self._paused: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
+        # It runs and nobody looks at messages, so those that change nothing may be left out.
+        self._may_shorten = False
         self._carry_out: dict[type, Callable[[Any], None]] = {
             Send: self._send,
             Reply: self._reply,
@@ -79,6 +82,7 @@ class SimulatedHost:
     def start(self, clock_ahead_s: float = 0.0) -> None:
         self.boots += 1
         self.is_alive = True
+        self._may_shorten = self.cluster.may_shorten
         self._paused = self._suspended_at = None
         self._armed_for = float("inf")
         self.was_ahead = False
@@ -110,12 +114,13 @@ class SimulatedHost:
         self.cluster.clocks_were_right &= ahead_s == 0.0
 
     def crash(self) -> None:
-        self.is_alive = False
+        self.is_alive = self._may_shorten = False
         self._paused = None
 
     def pause(self) -> None:
         if self.is_alive and self._paused is None:
             self._paused = []
+            self._may_shorten = False
 
     def resume(self) -> None:
         if self._paused is not None:
@@ -124,6 +129,7 @@ class SimulatedHost:
                 self._set_clock(self.clock_ahead_s - slept_s)
                 self._suspended_at = None
             waiting, self._paused = self._paused, None
+            self._may_shorten = self.cluster.may_shorten
             for handler, arguments in waiting:
                 handler(*arguments)
             self._armed_for = float("inf")
@@ -147,11 +153,6 @@ class SimulatedHost:
     def take(self, request: Message, path: Path) -> None:
         """A request of a device arrives."""
         self.deliver(request, path)
-
-    @property
-    def _may_shorten(self) -> bool:
-        """Nobody looks at messages, so those that change nothing may be left out."""
-        return self.cluster.may_shorten and self.is_alive and self._paused is None
 
     def perform(self, effects: Effects) -> None:
         carry_out = self._carry_out
@@ -203,16 +204,20 @@ class SimulatedHost:
             observe(self, effect.event)
 
     def _send(self, effect: Send) -> None:
-        cluster = self.cluster
-        message = cluster.wire(self.node, effect.to, effect.message)
+        cluster, message = self.cluster, effect.message
+        if not cluster.may_shorten:
+            message = cluster.wire(self.node, effect.to, message)
         self.carry(self.node, effect.to, 1, cluster.hosts[effect.to].deliver, message)
 
     def _reply(self, effect: Reply) -> None:
-        if (path := effect.to) is not None:
-            cluster = self.cluster
+        if (path := effect.to) is None:
+            return
+        cluster, message = self.cluster, effect.message
+        if not cluster.may_shorten:
             for observe in cluster.hooks.reply:
                 observe(self, effect)
-            path.answer(self, cluster.wire(self.node, path.device_name, effect.message))
+            message = cluster.wire(self.node, path.device_name, message)
+        path.answer(self, message)
 
     def _forward(self, effect: Forward) -> None:
         target = effect.to
@@ -240,13 +245,10 @@ class SimulatedSelectorHost(SimulatedHost):
     machine: Selector
 
     def take(self, request: Message, path: Path) -> None:
-        if isinstance(request, Ticketed) and self._may_shorten:
-            target = self.machine.route(request)
-            if target is not None:
-                receive = self.cluster.hosts[target].take
-                self.carry(self.node, target, 1, receive, request, path)
-                return
-        self.deliver(request, path)
+        if not self._may_shorten or (target := self.machine.route(request)) is None:
+            self.deliver(request, path)
+            return
+        self.carry(self.node, target, 1, self.cluster.hosts[target].take, request, path)
 
 
 class SimulatedAggregatorHost(SimulatedHost):
@@ -282,8 +284,9 @@ class SimulatedAggregatorHost(SimulatedHost):
     def take(self, request: Message, path: Path) -> None:
         """Takes a shortcut for heartbeats: a client does nothing when it gets `Alive`."""
         if type(request) is Heartbeat and self._may_shorten:
-            network = self.cluster.network
-            if network.is_clear and self.machine.touch(self.now, request):
+            network = self._network
+            now = self._engine.now + self.clock_ahead_s
+            if network.is_clear and self.machine.touch(now, request):
                 network.skip()
                 return
         self.deliver(request, path)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import pytest
 
+import papaya.sim.cluster
 from papaya.aggregator.aggregator import Aggregator
+from papaya.client.client import Client
 from papaya.config import (
     Aggregation,
     AsyncFL,
@@ -18,10 +21,11 @@ from papaya.config import (
     Weighting,
 )
 from papaya.messages.selection import Capabilities
+from papaya.messages.tickets import Keyring
 from papaya.sim.cluster import Cluster, ClusterConfig, DeviceKind
 from papaya.sim.hosts import SimulatedHost
 from papaya.sim.observer import Observer
-from papaya.sim.population import PopulationConfig
+from papaya.sim.population import Arrivals, Population, PopulationConfig, Visit
 from papaya.sim.swarm import run_seed
 from papaya.study.trace import Recorder
 
@@ -95,3 +99,44 @@ def test_the_shortcut_of_heartbeats_changes_no_message(
     short = run_seed(seed).trace_hash
     monkeypatch.setattr(Aggregator, "touch", lambda aggregator, now, heartbeat: False)
     assert run_seed(seed).trace_hash == short
+
+
+@pytest.mark.parametrize("shortcut", ["seals", "heartbeats", "availability"])
+def test_a_recording_is_the_same_without_the_shortcut(
+    shortcut: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = TaskConfig(task="words", concurrency=40, model_length=4, regime=AsyncFL(5))
+    config = ClusterConfig(tasks=(task,), population=PopulationConfig(size=100_000), selectors=2)
+
+    def run() -> tuple[object, object, int]:
+        recorder = Recorder()
+        cluster = Cluster(config, 3, observers=[recorder])
+        run_with_faults(cluster)
+        assert recorder.counted >= 10
+        return recorder.since(0, 0), cluster.state.rows, cluster.engine.events
+
+    short = run()
+    match shortcut:
+        case "seals":
+            monkeypatch.setattr(papaya.sim.cluster, "SimulatedKeyring", Keyring)
+        case "heartbeats":
+            monkeypatch.setattr(Client, "beat", lambda client, now: None)
+        case "availability":
+            monkeypatch.setattr(Arrivals, "is_available", look_up)
+    assert run() == short
+
+
+def look_up(arrivals: Arrivals, visit: Visit, now: float) -> bool:
+    return arrivals.population.is_available(visit.device, now)
+
+
+def test_availability_is_known_for_a_block_until_it_changes() -> None:
+    """Devices change at different times; a block lasts for hours here."""
+    population = Population(PopulationConfig(size=10**6, availability_swing=0.5), 7)
+    arrivals, changes = Arrivals(population), 0
+    for number, visit in enumerate(islice(arrivals, 6000)):
+        now = 5.0 * number
+        found = arrivals.is_available(visit, now)
+        assert found is population.is_available(visit.device, now)
+        changes += found is not population.is_available(visit.device, 0.0)
+    assert changes > 1000
