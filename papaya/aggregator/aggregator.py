@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
+from typing import get_args
 
 from papaya.aggregator.held_task import HeldTask, TaskPhase
 from papaya.aggregator.upload import UploadMemory
@@ -35,6 +36,9 @@ from papaya.messages.events import ServerEvent
 from papaya.messages.participation import Alive, Heartbeat, Refused, Retry, Ticketed
 from papaya.messages.storage import FenceRow, Revoked, Rows, TaskRow, Transacted, task_key
 from papaya.messages.tickets import Keyring, claim_of
+
+_TICKETED = frozenset(get_args(Ticketed))  # faster than `isinstance`
+_SERVING = TaskPhase.SERVING  # looking it up in the class takes longer
 
 
 class Aggregator:
@@ -77,6 +81,7 @@ class Aggregator:
         self.led_at = now
 
         self._config = config
+        self._heartbeat_s = config.heartbeat_s
         self._keyring = keyring
         self._coordinators = tuple(coordinators)
         self._upload_url = upload_url
@@ -106,8 +111,9 @@ class Aggregator:
         if type(message) is Heartbeat and self.touch(now, message):
             return [Reply(reply_to, Alive())]
         self._listen(now)
-        if isinstance(message, Ticketed):
-            return self._finish(now, self._on_request(now, message, reply_to))
+        if type(message) in _TICKETED:
+            effects = self._on_request(now, message, reply_to)  # type: ignore[arg-type]
+            return self._finish(now, effects)
         match message:
             case (
                 Folded()
@@ -141,7 +147,7 @@ class Aggregator:
         self._woken_at = now
         effects: Effects = []
         for held in self.tasks.values():
-            if held.phase is TaskPhase.SERVING and held.next_wake() <= now:
+            if held.phase is _SERVING and held.next_wake() <= now:
                 effects += held.wake(now)
         if now >= self._next_beat:
             effects += self._beat(now)
@@ -177,8 +183,10 @@ class Aggregator:
 
     def _listen(self, now: float) -> None:
         """After a stop of the process, requests of clients wait to be read."""
-        stop_s = stopped_s(self._now, now, self._config.heartbeat_s)
-        self._now = now
+        last, self._now = self._now, now
+        if now - last < self._heartbeat_s:
+            return
+        stop_s = stopped_s(last, now, self._heartbeat_s)
         if stop_s > 0:
             self._memory.extend(stop_s)
             for held in self.tasks.values():
@@ -196,17 +204,15 @@ class Aggregator:
         self._listen(now)
         if now >= self._report_due or self._is_draining:
             return False
+        for each in self.tasks.values():
+            if each.slots.may_want_more:
+                return False
         try:
             claim = claim_of(heartbeat.ticket)
         except TicketError:
             return False
-        for each in self.tasks.values():
-            if each.slots.may_want_more:
-                return False
         held = self.tasks.get(claim.task)
-        if held is None or held.phase is not TaskPhase.SERVING:
-            return False
-        if held.must_wake(now):
+        if held is None or held.phase is not _SERVING or held.must_wake(now):
             return False
         return held.participants.touch(now, heartbeat.ticket, claim)
 
@@ -216,7 +222,7 @@ class Aggregator:
         except TicketError as error:
             return [Reply(reply_to, Refused(str(error), error.hint))]
         held = self.tasks.get(claim.task)
-        if held is None or held.phase is not TaskPhase.SERVING:
+        if held is None or held.phase is not _SERVING:
             after_s = min(1.0, self._config.heartbeat_s / 4)  # a successor may hold it already
             reason = "this aggregator does not hold the task" if held is None else held.phase.value
             return [Reply(reply_to, Retry(reason, after_s, elsewhere=True))]
@@ -394,7 +400,7 @@ class Aggregator:
         effects: Effects = []
         for held in self.tasks.values():
             held.sessions.forget(now)
-            if held.phase is TaskPhase.SERVING:
+            if held.phase is _SERVING:
                 effects += held.queue.free_waiting(now)
             elif held.phase is TaskPhase.HALTED:
                 effects += held.load()  # the owner may have changed the rows

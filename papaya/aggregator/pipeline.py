@@ -143,6 +143,13 @@ class Buffer:
             self.folded[session] = self.folding.pop(session)
         return self.folded[session]
 
+    def fold_all(self, sessions: Iterable[SessionId]) -> tuple[Member, ...]:
+        """All of a sum, most of which have been folded before."""
+        if self.folding:
+            for session in sessions:
+                self.fold(session)
+        return tuple(map(self.folded.__getitem__, sessions))
+
     def check(self) -> None:
         if self.durable > len(self.folded) or self.taken > self.goal:
             raise InvariantError(
@@ -480,7 +487,7 @@ class Pipeline:
         records = []
         for found in message.sums:
             buffer = self._buffers[found.target]
-            members = tuple(map(buffer.fold, found.sessions))
+            members = buffer.fold_all(found.sessions)
             manifest = buffer.manifest if self.is_bound else b""
             updates = found.updates or UNSET
             row = RecordRow(found.target, found.blob, members, found.weight, manifest, updates)

@@ -284,8 +284,9 @@ class Requests:
         if session.is_complete:
             return received
         terms, piece = self._revisions.terms(session.manifest), self._server.chunk_bytes
-        count = chunk_count(terms.update_bytes, piece)
-        expected = chunk_length(terms.update_bytes, piece, chunk.index)
+        size = terms.update_bytes
+        count = chunk_count(size, piece)
+        expected = chunk_length(size, piece, chunk.index)
         if chunk.index >= count:
             return Refused(f"there is no chunk {chunk.index}: an update has {count} chunks")
         if length != expected:

@@ -118,12 +118,13 @@ class Claim:
 
     def __init__(self, owner: Owner, config: TaskConfig, chunk_bytes: int) -> None:
         self.owner = owner
-        self.chunk_bytes = min(chunk_bytes, config.update_bytes)
+        size = config.update_bytes
+        self.chunk_bytes = min(chunk_bytes, size)
         self.held_per_byte = held_per_byte(config)
         # All that the upload may ever hold.
         self.needed_bytes = needed_bytes(config, chunk_bytes)
         # Half the rate that is needed to end in time. An upload slower than that is hopeless.
-        in_time = config.update_bytes / config.upload_timeout_s
+        in_time = size / config.upload_timeout_s
         self.bytes_per_s = max(MIN_BYTES_PER_S, in_time / 2)
         # What chunks that are kept hold, now or when the update is folded.
         self.kept_bytes = 0

@@ -6,7 +6,8 @@ checks it. So the arithmetic is left out, which saves time (docs/adr/0096).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Sequence
 
 from papaya.aggregator.masked_sum import Tsa
 from papaya.aggregator.shards import NewBlobs, ReadBlob, ReadPart, Shards
@@ -26,16 +27,22 @@ from papaya.client.work import Train
 from papaya.config import TaskConfig
 from papaya.learning.aggregation_rules import takes_members
 from papaya.messages.base import SessionId, TaskId
+from papaya.messages.storage import Member
 from papaya.secagg.words import Entropy
 from papaya.sim.behaviour import Behaviour
 from papaya.sim.devices import SimulatedDevice
 
 
-class _Counted(NamedTuple):
-    """A member of a buffer."""
+class _Counted:
+    """A buffer: its members, and how many examples they have."""
 
-    session: SessionId
-    examples: int
+    def __init__(self, members: Sequence[Member] = ()) -> None:
+        self.sessions = [member.session for member in members]
+        self.examples = sum(member.examples for member in members)
+
+    def add(self, session: SessionId, examples: int) -> None:
+        self.sessions.append(session)
+        self.examples += examples
 
 
 class CountedUpdates(Shards):
@@ -43,43 +50,43 @@ class CountedUpdates(Shards):
 
     def __init__(self) -> None:
         super().__init__()
-        self._members: dict[tuple[TaskId, int], dict[int, list[_Counted]]] = {}
+        # By task, sequence number and the version that they will become.
+        self._counted: defaultdict[tuple[TaskId, int], defaultdict[int, _Counted]] = defaultdict(
+            lambda: defaultdict(_Counted)
+        )
 
     def keep(self, work: Keep) -> None:
         """No-op: nobody reads the bytes."""
 
     def fold(self, work: Fold, shard: int | None = None) -> Folded:
         task, target = work.config.task, work.target
-        buffers = self._members.setdefault((task, work.seq), {})
-        buffers.setdefault(target, []).append(_Counted(work.session, work.examples))
+        self._counted[task, work.seq][target].add(work.session, work.examples)
         return Folded(task, work.seq, target, work.session)
 
     def snapshot(self, work: Snapshot) -> tuple[Snapshotted, NewBlobs]:
         sums = []
         for target in work.targets:
-            members = self._members[work.task, work.seq][target]
-            blob = f"{work.task}/{work.seq}/sum-{target}-{len(members)}"
-            weight = float(sum(member.examples for member in members))
-            sums.append(Sum(target, blob, tuple(member.session for member in members), weight))
-        return Snapshotted(work.task, work.seq, tuple(sums)), [(found.blob, b"") for found in sums]
+            found = self._counted[work.task, work.seq][target]
+            blob = f"{work.task}/{work.seq}/sum-{target}-{len(found.sessions)}"
+            sums.append(Sum(target, blob, tuple(found.sessions), float(found.examples)))
+        return Snapshotted(work.task, work.seq, tuple(sums)), [(each.blob, b"") for each in sums]
 
     def step(
         self, work: Step, read: ReadBlob, read_part: ReadPart | None = None
     ) -> tuple[Stepped, NewBlobs]:
         task, version = work.config.task, work.record.target
-        self._members[task, work.seq].pop(version, None)
+        self._counted[task, work.seq].pop(version, None)
         made = [f"{task}/{work.seq}/{what}-{version}" for what in ("version", "optimizer")]
         return Stepped(task, work.seq, version, *made), [(key, b"") for key in made]
 
     def restore(self, work: Restore, read: ReadBlob) -> None:
-        self._members[work.config.task, work.seq] = {
-            record.target: [_Counted(member.session, member.examples) for member in record.members]
-            for record in work.records
-        }
+        buffers = self._counted[work.config.task, work.seq]
+        buffers.clear()
+        buffers.update((record.target, _Counted(record.members)) for record in work.records)
 
     def drop(self, work: Drop) -> None:
         if work.session is None:
-            self._members.pop((work.task, work.seq), None)
+            self._counted.pop((work.task, work.seq), None)
 
 
 class WithoutModel(Behaviour):
