@@ -240,7 +240,9 @@ class Aggregator:
         held = self.tasks.get(message.task)
         if held is None or held.fence.seq != message.seq:
             return []
-        if isinstance(message, Snapshotted | Stepped | StepFailed | Restored | Lost):
+        if held.delayed_because and isinstance(
+            message, Snapshotted | Stepped | StepFailed | Restored | Lost
+        ):
             held.delayed_because = ""  # storage has answered
         match message:
             case Folded():

@@ -175,6 +175,8 @@ class Pipeline:
         self.max_staleness = self.config.max_staleness
         self.is_bound = self.config.is_bound
         self._goal = self.config.aggregation_goal
+        # `durability: step` is the paper's behaviour: a crash loses the open buffer.
+        self.acknowledges_folded = self.config.durability == "step"
         # Does the rule of the task need single updates?
         self.keeps_members = takes_members(self.config)
         # Buffers by the version that they will become.
@@ -214,14 +216,10 @@ class Pipeline:
         return self._buffer(self.ledger.version + 1)
 
     @property
-    def acknowledges_folded(self) -> bool:
-        """`durability: step` is the paper's behaviour: a crash loses the open buffer."""
-        return self.config.durability == "step"
-
-    @property
     def completed(self) -> int:
         """Acknowledged updates of the next version: their clients are no longer active."""
-        return len(self.current.folded) if self.acknowledges_folded else self.current.durable
+        current = self.current
+        return len(current.folded) if self.acknowledges_folded else current.durable
 
     @property
     def _open_targets(self) -> range:

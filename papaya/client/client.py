@@ -87,8 +87,19 @@ class Stage(Enum):
     OVER = "over"
 
 
-_CHECKING_IN, _OVER = Stage.CHECKING_IN, Stage.OVER  # looking them up in the class takes longer
-_WORKING = (Stage.DOWNLOADING, Stage.TRAINING, Stage.SEALING)
+# To look them up in the class takes longer.
+(
+    _CHECKING_IN,
+    _JOINING,
+    _DOWNLOADING,
+    _TRAINING,
+    _REPORTING,
+    _SEALING,
+    _UPLOADING,
+    _COMPLETING,
+    _OVER,
+) = tuple(Stage)
+_WORKING = (_DOWNLOADING, _TRAINING, _SEALING)
 _NEVER = float("inf")
 _MIN_HEARTBEAT_S = 0.2
 
@@ -184,7 +195,7 @@ class Client:
         self.history = history
 
         # Progress: the current stage, when it times out, and whether the device wants to stop.
-        self.stage = Stage.CHECKING_IN
+        self.stage = _CHECKING_IN
         self._stage_ends = _NEVER
         self._stopping = False
         # By how much servers have moved the ends of stages, because they could not go on.
@@ -259,7 +270,7 @@ class Client:
 
     def _on_stop(self) -> Effects:
         """Leave. If a join is unanswered, wait first: only its answer has the ticket to leave."""
-        if self.stage is Stage.JOINING and self._pending_attempt and not self._stopping:
+        if self.stage is _JOINING and self._pending_attempt and not self._stopping:
             self._stopping = True
             return []
         return self._leave("stopped", "stopped")
@@ -382,7 +393,7 @@ class Client:
                 return self._leave_direct_path(now, "refused")
             case Refused():
                 return self._finish("refused", answer.reason)
-            case Completed() if self.stage in (Stage.UPLOADING, Stage.COMPLETING):
+            case Completed() if self.stage in (_UPLOADING, _COMPLETING):
                 ending: Ending = "counted" if answer.discarded is None else "discarded"
                 return self._finish(ending, answer.discarded or "")
             case Retry() if is_heartbeat:
@@ -412,7 +423,7 @@ class Client:
             self.task = accepted.task
             effects = [self._goodbye(accepted.ticket, "no_program")]
             return effects + self._finish("unprepared", accepted.bundle)
-        self.stage = Stage.JOINING
+        self.stage = _JOINING
         self._stage_ends = now + self._config.give_up_s
         self._ticket = accepted.ticket
         self.task = accepted.task
@@ -438,7 +449,7 @@ class Client:
                 RememberDeclined(name, now) for name in declined if self.history.decline(now, name)
             ]
             return [*remembered, *self._leave("gave_up", "declined", detail)]
-        self.stage = Stage.DOWNLOADING
+        self.stage = _DOWNLOADING
         self._stage_ends = now + joined.training_timeout_s
         self._heartbeat_at = now + joined.heartbeat_s
         self._heartbeat_s = max(_MIN_HEARTBEAT_S, joined.heartbeat_s)
@@ -446,15 +457,15 @@ class Client:
 
     def _on_downloaded(self) -> Effects:
         assert self.joined is not None
-        assert self.stage is Stage.DOWNLOADING
-        self.stage = Stage.TRAINING
+        assert self.stage is _DOWNLOADING
+        self.stage = _TRAINING
         joined, timeout_s = self.joined, self.joined.training_timeout_s
         return [Train(joined.task, joined.session, joined.parameters, timeout_s, joined.evaluates)]
 
     def _on_trained(self, now: float, trained: Trained) -> Effects:
         assert self.joined is not None
-        assert self.stage is Stage.TRAINING
-        self.stage = Stage.REPORTING
+        assert self.stage is _TRAINING
+        self.stage = _REPORTING
         self._stage_ends += self.joined.heartbeat_s
         self._update = memoryview(trained.update)
         if not trained.update or trained.examples < 1:
@@ -477,7 +488,7 @@ class Client:
         if granted.secure is None:
             detail = "the server sent no offer of a TSA for a secure task"
             return self._leave("failed", "protocol", detail)
-        self.stage = Stage.SEALING
+        self.stage = _SEALING
         joined, update = self.joined, bytes(self._update)
         return [
             Seal(
@@ -492,7 +503,7 @@ class Client:
 
     def _on_sealed(self, now: float, sealed: Sealed) -> Effects:
         """The update leaves the device only in this masked form."""
-        assert self.stage is Stage.SEALING
+        assert self.stage is _SEALING
         self._update, self._sealed = memoryview(sealed.update), sealed.sealed
         return self._upload(now)
 
@@ -523,9 +534,9 @@ class Client:
     def _send_next(self, now: float) -> Effects:
         self._answered()
         if not self._to_send:
-            self.stage = Stage.COMPLETING
+            self.stage = _COMPLETING
             return self._ask(now, Complete(self._ticket, self._upload_id, self._sealed))
-        self.stage = Stage.UPLOADING
+        self.stage = _UPLOADING
         index = self._to_send.pop(0)
         start = index * self._chunk_bytes
         data = bytes(self._update[start : start + self._chunk_bytes])
@@ -564,9 +575,9 @@ class Client:
 
 # The answer that leads on from each stage.
 _PROGRESS: dict[type, tuple[Stage, Callable[[Client, float, Any], Effects]]] = {
-    Accepted: (Stage.CHECKING_IN, Client._on_accepted),
-    Joined: (Stage.JOINING, Client._on_joined),
-    UploadGranted: (Stage.REPORTING, Client._on_granted),
-    ChunkReceived: (Stage.UPLOADING, Client._on_chunk_received),
-    Incomplete: (Stage.COMPLETING, Client._on_incomplete),
+    Accepted: (_CHECKING_IN, Client._on_accepted),
+    Joined: (_JOINING, Client._on_joined),
+    UploadGranted: (_REPORTING, Client._on_granted),
+    ChunkReceived: (_UPLOADING, Client._on_chunk_received),
+    Incomplete: (_COMPLETING, Client._on_incomplete),
 }

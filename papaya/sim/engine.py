@@ -42,10 +42,11 @@ class TimerWheel:
 
 _Event: TypeAlias = tuple[float, int, Callable[..., None], tuple[Any, ...]]
 """Time, ticket, handler, arguments. Tickets are unique, so handlers are never compared."""
+_SLOTS_PER_S = 8  # a power of two, so that multiplying is exact
 
 
 class Engine:
-    """A clock, a heap of the events of the current second, and lists of later ones by their second.
+    """A clock, a heap of the events of the current slot, and lists of later ones by their slot.
 
     Most events are due within hundredths of a second, so the heap stays small however large the
     fleet is.
@@ -55,11 +56,11 @@ class Engine:
         self.now = 0.0
         # All events before `heap_ends` are in the heap, all others in `_later`.
         self.heap: list[_Event] = []
-        self.heap_ends = 0
+        self.heap_ends = 0.0
         self._later: dict[int, list[_Event]] = {}
         self._later_count = 0
         # The keys of `_later`, as a heap.
-        self._seconds: list[int] = []
+        self._slots: list[int] = []
         # The ticket of the event that was scheduled last.
         self.ticket = 0
 
@@ -86,22 +87,22 @@ class Engine:
             self.put_off(event)
 
     def put_off(self, event: _Event) -> None:
-        second = int(event[0])
+        slot = int(event[0] * _SLOTS_PER_S)
         self._later_count += 1
-        found = self._later.get(second)
+        found = self._later.get(slot)
         if found is None:
-            self._later[second] = [event]
-            heappush(self._seconds, second)
+            self._later[slot] = [event]
+            heappush(self._slots, slot)
         else:
             found.append(event)
 
-    def _has_next_second(self, until: float) -> bool:
-        """Fill the empty heap with the next second that has events, if it begins by `until`."""
-        if not self._seconds or self._seconds[0] > until:
+    def _has_next_slot(self, until: float) -> bool:
+        """Fill the empty heap with the next slot that has events, if it begins by `until`."""
+        if not self._slots or self._slots[0] > until * _SLOTS_PER_S:
             return False
-        second = heappop(self._seconds)
-        self.heap_ends = second + 1
-        self.heap += self._later.pop(second)
+        slot = heappop(self._slots)
+        self.heap_ends = (slot + 1) / _SLOTS_PER_S
+        self.heap += self._later.pop(slot)
         self._later_count -= len(self.heap)
         heapify(self.heap)
         return True
@@ -110,7 +111,7 @@ class Engine:
         """Run every event up to `until`; `stop` is asked before each one."""
         heap = self.heap
         with rare_garbage_collection():
-            while (heap or self._has_next_second(until)) and heap[0][0] <= until:
+            while (heap or self._has_next_slot(until)) and heap[0][0] <= until:
                 if stop is not None and stop():
                     return
                 self.now, _, handler, arguments = heappop(heap)
