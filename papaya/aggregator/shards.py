@@ -116,6 +116,14 @@ class KeptMembers(NamedTuple):
     weight: float
 
 
+class _Checked(NamedTuple):
+    """Uploads for one buffer: all results, and the members among them with their sessions."""
+
+    results: list[Folded]
+    sessions: list[SessionId]
+    members: list[Any]
+
+
 class Cut(NamedTuple):
     """What a snapshot will contain: target, sum or members, and sessions."""
 
@@ -142,9 +150,11 @@ def initial_blobs(config: TaskConfig, vector: parameters.Vector) -> NewBlobs:
     ]
 
 
-def _take_first() -> AbstractContextManager[int]:
-    """For one thread."""
-    return nullcontext(0)
+def _always(shard: int) -> TakeShard:
+    return lambda: nullcontext(shard)
+
+
+_FIRST = _always(0)  # for one thread
 
 
 def _let_go(data: BytesLike) -> None:
@@ -271,7 +281,7 @@ class Shards:
         *,
         kernel: Kernel = NUMPY,
         lock: TakeLock = nullcontext,
-        take_shard: TakeShard = _take_first,
+        take_shard: TakeShard = _FIRST,
         release: Callable[[BytesLike], object] = _let_go,
         tsa: Tsa | None = None,
         entropy: Entropy | None = None,
@@ -329,30 +339,39 @@ class Shards:
 
         `shard`: add them to this one, without taking it.
         """
-        results = []
-        sessions: list[SessionId] = []
-        members: list[Any] = []
+        first = given[0][0]
+        take = self._take_shard if shard is None else _always(shard)
         try:
-            for work, upload in given:
-                folded = Folded(work.config.task, work.seq, work.target, work.session)
-                try:
-                    members.append(self._member(work, _in_order(upload)))
-                    sessions.append(work.session)
-                except UpdateRefused as error:
-                    folded = structs.replace(folded, refused=error.reason)
-                except TsaError as error:
-                    folded = _without_seed(folded, error)
-                results.append(folded)
-            if members:
-                config, seq, target = given[0][0].config, given[0][0].seq, given[0][0].target
-                buffer = self._buffer(config, seq, target)
-                zero = partial(self._spares.zero, config)
-                with self._take_shard() if shard is None else nullcontext(shard) as taken:
-                    buffer.add(taken, zero, sessions, members, self._kernel)
+            if first.config.secure_aggregation is None:
+                with take() as taken:
+                    return self._add(first, self._check(given), taken)
+            checked = self._check(given)  # asks the TSA
+            with take() as taken:
+                return self._add(first, checked, taken)
         finally:
             for _, upload in given:
                 self.release(upload)
-        return results
+
+    def _check(self, given: Sequence[tuple[Fold, UploadChunks]]) -> _Checked:
+        checked = _Checked([], [], [])
+        for work, upload in given:
+            folded = Folded(work.config.task, work.seq, work.target, work.session)
+            try:
+                checked.members.append(self._member(work, _in_order(upload)))
+                checked.sessions.append(work.session)
+            except UpdateRefused as error:
+                folded = structs.replace(folded, refused=error.reason)
+            except TsaError as error:
+                folded = _without_seed(folded, error)
+            checked.results.append(folded)
+        return checked
+
+    def _add(self, first: Fold, checked: _Checked, shard: int) -> list[Folded]:
+        if checked.members:
+            buffer = self._buffer(first.config, first.seq, first.target)
+            zero = partial(self._spares.zero, first.config)
+            buffer.add(shard, zero, checked.sessions, checked.members, self._kernel)
+        return checked.results
 
     def cut(self, work: Snapshot) -> Cut:
         """The sum and the sessions of each target. The sums do not change until the next cut."""
@@ -489,8 +508,7 @@ class Shards:
         """What is added to the sum. Raises UpdateRefused, or TsaError if its seed is refused."""
         config = work.config
         if config.secure_aggregation is None:
-            with self._take_shard():
-                return _admitted(work, pieces)
+            return _admitted(work, pieces)
         update_pieces = masked_update(config, pieces)
         agreed = config.public_parameters
         assert agreed is not None

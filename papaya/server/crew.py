@@ -72,6 +72,7 @@ class Crew:
         self._waiting = 0  # threads that wait for work
         self._attempts = 0  # to start the first thread, that have failed
         self._is_stopped = False
+        self._ending: tuple[Thread, ...] = ()  # those that `ended` waits for
         self._has_ended = asyncio.Event()
 
     @property
@@ -98,15 +99,15 @@ class Crew:
     def stop(self) -> None:
         """Let all threads end after their job; `ended` waits for them."""
         self._is_stopped = True
+        self._ending = tuple(self._threads)
         self._changed.notify_all()
         if not self._threads:
             self._has_ended.set()
 
     async def ended(self) -> None:
         """Call it without the lock. Needs no thread, so that it works at a limit."""
-        threads = tuple(self._threads)
         await self._has_ended.wait()
-        for thread in threads:
+        for thread in self._ending:
             thread.join()  # it has nothing left to do
 
     # -- starting threads -------------------------------------------------------------------
