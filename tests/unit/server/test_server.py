@@ -409,11 +409,11 @@ def test_a_server_whose_store_fails_is_not_healthy(
     asyncio.run(run())
 
 
-def test_the_status_of_a_server_whose_blobs_fail_says_why(
+def test_the_status_of_a_server_whose_blobs_fail_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """/health names the task, but not the bucket: it needs no token. It stays 200: other tasks go
-    on, and operators have to reach the server.
+    """It names the task, but not the bucket, as /health does: not only operators read it. /health
+    stays 200: other tasks go on, and operators have to reach the server.
     """
 
     class Expired(MemoryBlobs):
@@ -454,7 +454,7 @@ def test_the_status_of_a_server_whose_blobs_fail_says_why(
             assert isinstance(host, AggregatorHost)
             host.workers._blobs = blobs
             host.workers.perform(Restore(WORDS, 1, (record,), ()))
-            problem = "task words halted: blobs cannot be read: s3://bucket: the token is expired"
+            problem = "task words halted: blobs cannot be read"
             await until(1, f"problem: {problem}\nblobs of task words cannot be read")
             assert (await asyncio.to_thread(admin.ask, "GET", "/live"))[0] == 200
             blobs.is_expired = False  # the record is lost, so the task is loaded again, without it
