@@ -1,7 +1,7 @@
 """Claim: devices that upload slowly take at most a fifth of the throughput of the others.
 
 Eight devices deliver updates of 1 MiB as fast as they can, while 0, 32 and 200 further devices of
-the same task send two chunks each: 16 KiB at once, so that a selector passes them on, then 1 KB/s.
+the same task send two chunks each: 16 KiB at once, so that a selector relays them, then 1 KB/s.
 They send heartbeats, and connect again when they are cut off. The value is the rate of counted
 updates with slow devices ÷ that without, in the same run, against the same servers. A fifth is left
 for what 400 connections and their bytes cost the server. Cases: one process; a selector and an

@@ -144,7 +144,7 @@ class Buffer:
         return self.folded[session]
 
     def fold_all(self, sessions: Iterable[SessionId]) -> tuple[Member, ...]:
-        """All of a sum, most of which have been folded before."""
+        """Fold all sessions of a sum. Most of them are folded already."""
         if self.folding:
             for session in sessions:
                 self.fold(session)

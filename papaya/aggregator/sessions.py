@@ -113,8 +113,8 @@ class Session:
         # The ticket from the join, and its sealed bytes; empty if only an upload ticket was shown.
         self.ticket = ticket
         self.sealed = sealed
-        # What it says: the initial version, the device, and the digest of the signed manifest under
-        # which the client trains.
+        # Copied from the ticket: the initial version, the device, and the digest of the signed
+        # manifest under which the client trains.
         self.version = ticket.version
         self.pseudonym = ticket.pseudonym
         self.manifest = ticket.manifest
@@ -174,7 +174,7 @@ class Session:
 
     def deadline(self, dead_after_s: float) -> float:
         """When the session expires. A complete update does not: it only awaits its commit."""
-        # Without properties: it is asked several times for each client.
+        # No properties here, because this is called several times for each client.
         upload, reported = self.upload, self.upload_ticket
         if upload is not None and upload.is_folding:
             return _NEVER

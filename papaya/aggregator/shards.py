@@ -8,8 +8,8 @@ This file works on numbers and bytes and does not access storage: blobs to write
 to read are requested through `read`. Only complete and valid uploads are added to a sum.
 
 An upload is a table of its chunks; nothing is copied before it is added. A buffer consists of the
-sum at its last cut and one shard for each thread that has added to it since. A cut adds the shards
-to the sum and starts new ones, so the sum that a snapshot encodes does not change while later
+sum at its last cut and the shards to which threads have added since. A cut adds the shards to the
+sum and starts new ones, so the sum that a snapshot encodes does not change while later
 updates are folded. Memory per model: the uploads, the shards, and a sum for each of the two buffers
 that may be open. For all models together, as many shards are kept to be used again.
 
@@ -19,7 +19,7 @@ holds those that are not written yet. The step reads all of them, block by block
 Threads (in `server`): with `lock`, folds may run in parallel with each other and with everything
 else. A thread that adds up updates or makes a version takes one of the shards with `take_shard`: so
 folds never wait for each other in a buffer, and no more threads than shards compute at the same
-time. No shard is held while the TSA is asked. (In the paper, the ID of the thread chooses.) `keep`,
+time. No shard is held while the TSA is asked. (In the paper, the thread's ID selects it.) `keep`,
 `take` and `drop_uploads` must be called from one thread. The other operations of one task (cut and
 encode, restore, step, drop_sums) must not run at the same time. If a fold raises, the content of
 its buffer is undefined: restore the task.
@@ -462,7 +462,7 @@ class Shards:
             return StepFailed(task, work.seq, str(error)), []
         except (TsaError, Implausible) as error:
             return _unchanged(work, error), []
-        # Memory for a model and its state only now: many tasks may wait for one TSA.
+        # Not before the TSA has answered: many tasks may wait for one TSA, each with a model.
         with self._take_shard():
             before = parameters.decode(read(work.base.parameters), config.model_length)
             state = optimizer.decode_state(read(work.optimizer), config.model_length)

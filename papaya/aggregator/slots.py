@@ -42,8 +42,8 @@ class Slots:
         self.promises = Promises(seq, epoch, leases)
         # Joins that the Coordinator still has to hear of.
         self.confirmations = Confirmations()
-        # The active clients of earlier holders, and how many have come. None if unknown: from the
-        # first load on, as many as there can be.
+        # The number of active clients of earlier holders, and how many of them have come. None if
+        # unknown; the first load then sets it to the concurrency.
         self._predecessors_active = 0 if seq == 1 else predecessors_active
         self._have_come = 0
         # Until then room is kept for the clients of earlier holders that are still expected.

@@ -82,7 +82,7 @@ _DAY_S = 86400.0
 _RENEW_DAYS = 14
 _COLLATERAL_DAYS = 30  # how long Intel's collateral is valid
 _FREE_SHARE = 0.1
-_ANSWER_S = 10.0  # a busy server is no problem, and an unreachable one is told soon
+_ANSWER_S = 10.0  # enough for a busy server
 _AUTHORITY = "set tls_authority to the PEM file of the certificate authority"
 _SIGNS = {"good": "ok", "warning": "WARNING", "problem": "PROBLEM"}
 

@@ -87,7 +87,7 @@ class Stage(Enum):
     OVER = "over"
 
 
-# To look them up in the class takes longer.
+# Looking them up in the class takes longer.
 (
     _CHECKING_IN,
     _JOINING,
@@ -219,8 +219,8 @@ class Client:
         self._pending: Message | None = None
         self._pending_attempt = 0
         self._resend_at = _NEVER
-        # The next heartbeat, from the join to the end, the time between two, and the number of the
-        # last one.
+        # From the join to the end: when the next heartbeat is due, the interval, and the number of
+        # the last one.
         self._heartbeat_at = _NEVER
         self._heartbeat_s = _NEVER
         self._heartbeat_attempt = 0
@@ -292,7 +292,7 @@ class Client:
         return effects
 
     def beat(self, now: float) -> SendRequest | None:
-        """`wake`, if a heartbeat is all that is due; None: nothing was done."""
+        """Do what `wake` does if only a heartbeat is due; otherwise do nothing and return None."""
         if now < self._heartbeat_at or now >= self._resend_at or now >= self._stage_ends:
             return None
         return self._send_heartbeat(now)

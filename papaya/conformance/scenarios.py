@@ -468,7 +468,7 @@ def _flipped(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-# Not a key of the TSA. If a client accepts it, the server can read every seed that it seals.
+# Not a key of the TSA. If a client accepts it, the server can read every seed of the client.
 _OTHER_IDENTITY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 _OTHER_IDENTITY_KEY = _OTHER_IDENTITY.public_key().public_bytes_raw()
 
@@ -528,9 +528,9 @@ class ForgedOffer(Forgery):
 
 
 class OtherParameters(Forgery):
-    """Changes the aggregation goal, which no agreed term contains. The offer has to be signed for
-    the forged parameters, so `_OTHER_IDENTITY` signs it, and a new quote contains this identity
-    and the honest parameters; anyone can make software quotes.
+    """Changes the aggregation goal, which the terms of an unsigned task do not fix. The offer has
+    to be signed for the forged parameters, so `_OTHER_IDENTITY` signs it, and a new quote contains
+    this identity and the honest parameters; anyone can make software quotes.
     """
 
     name = "forged-parameters"

@@ -18,7 +18,7 @@ class AssignmentMap:
     """
 
     def __init__(self) -> None:
-        # Of tasks that are not over.
+        # The routes of tasks that are not over.
         self._routes: dict[TaskId, Route] = {}
         self._over: frozenset[TaskId] = frozenset()
 

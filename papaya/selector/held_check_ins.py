@@ -27,7 +27,7 @@ class HeldCheckIn:
         self.device_class = device_class
         self.handle = handle
         self.device = device
-        # That of its device class, while it is held.
+        # The queue of its device class, while it is held.
         self.queue: Queue
 
 

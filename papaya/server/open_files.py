@@ -52,9 +52,8 @@ def listeners_of(roles: tuple[Role, ...], deployment: Deployment) -> tuple[str, 
 
 
 def shares_of(roles: tuple[Role, ...], deployment: Deployment) -> int:
-    """Parts of the open files of a process with these roles: one for each listener, and one if a
-    device's connection may need a second one, to an aggregator: to relay chunks, or to pass TLS
-    through.
+    """The number of equal shares of the open files: one for each listener, and one more if a
+    device's connection may need another one to an aggregator, to relay chunks or pass TLS through.
     """
     calls = not is_alone(roles, deployment) or bool(deployment.upload_routes)
     return len(listeners_of(roles, deployment)) + ("selector" in roles and calls)
@@ -63,8 +62,8 @@ def shares_of(roles: tuple[Role, ...], deployment: Deployment) -> int:
 def connections_within(limit: int, wanted: int, shares: int) -> int:
     """Connections for each listener. One more share is for files that are being downloaded.
 
-    `shares`: see `shares_of`.
-    A listener has up to MAX_REFUSED further connections, which it answers with 503.
+    `shares`: see `shares_of`. A listener has up to MAX_REFUSED further connections, which it
+    answers with 503.
     """
     if limit < (least := least_files(shares)):
         raise OperatorError(

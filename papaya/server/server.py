@@ -134,7 +134,7 @@ class Server:
         if open_files is not None:
             most = connections_within(open_files, most, shares_of(roles, deployment))
         retry_s = retry_after_s(deployment.server.heartbeat_s)
-        # One address may take all: a selector may need a connection for each of its devices.
+        # One address may use all of them: a selector may need a connection for each of its devices.
         self._limits = ListenerLimits(
             max_connections=most, max_connections_per_address=most, retry_soon_s=retry_s
         )

@@ -137,8 +137,8 @@ class TsaFleet:
         raise away.popitem()[1]
 
     def _choose(self, key: str, away: Collection[str]) -> str | None:
-        """The address with the fewest tasks, apart from those that are `away`. Tasks of other
-        threads count from their choice on, because a TSA may take long to answer.
+        """The address with the fewest tasks, except those in `away`. Tasks that other threads are
+        assigning count as soon as an address is chosen, because a TSA may take long to answer.
         """
         with self._choosing:
             rows = self._ask(self._read(TSAS))

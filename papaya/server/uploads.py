@@ -196,8 +196,8 @@ class Uploads:
     ) -> Receiver | None:
         limits = self._limits
         if limits is not None and self._arriving >= max(1, limits.max_connections * 3 // 4):
-            # Not soon: this answer ends the selector's connection, and the next chunk needs a new
-            # one, with a TLS handshake.
+            # Ask for a long delay: this answer ends the selector's connection, and the next chunk
+            # needs a new one, with a TLS handshake.
             after_s = spread(limits.retry_after_s)
             waiting.answer(Retry("too many chunks are being received", after_s))
             return None

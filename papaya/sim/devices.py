@@ -49,7 +49,7 @@ NOBODY: NodeId = "nobody"
 
 class Path(Struct, eq=False):
     """Where the answer to one request goes: back through the server that took it, a selector or,
-    for an upload, the aggregator itself. `boot` is that of the server when the request was sent.
+    for an upload, the aggregator itself. `boot` is the server's boot when the request was sent.
 
     `device` is None for forged requests: no device waits for the answer.
     """

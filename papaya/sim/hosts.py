@@ -66,7 +66,7 @@ class SimulatedHost:
         self._after_event = cluster.hooks.after_event
         self._armed_for = float("inf")
         self._paused: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
-        # It runs and nobody looks at messages, so those that change nothing may be left out.
+        # It runs and no observer looks at messages, so those that change nothing may be left out.
         self._may_shorten = False
         self._carry_out: dict[type, Callable[[Any], None]] = {
             Send: self._send,

@@ -1,4 +1,4 @@
-"""A keyring that seals faster."""
+"""A keyring for simulations, which seals faster."""
 
 from __future__ import annotations
 

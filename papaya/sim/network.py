@@ -33,7 +33,7 @@ class Network:
         self._random = rng.random
         self.config = config
         self._cut: list[tuple[frozenset[NodeId], frozenset[NodeId]]] = []
-        # Every message arrives once.
+        # True if every message arrives exactly once.
         self.is_clear = True
         self.use(config)
 
@@ -78,7 +78,7 @@ class Network:
         engine = self._engine
         delay_s = hops * (self._least_s + self._spread_s * self._random())
         if self.is_clear:
-            # As `engine.call_at` does it: most events are messages.
+            # `engine.call_at`, inlined for speed, because most events are messages.
             time = engine.now + delay_s
             engine.ticket += 1
             event = (time, engine.ticket, handler, arguments)

@@ -271,7 +271,7 @@ class Population:
         return self._slots(indices, now)[0]
 
     def slots_of(self, indices: Indices, now: float) -> tuple[Bools, Floats]:
-        """`is_available`, and until when it stays as it is: a little before the slot ends."""
+        """`is_available`, and until when it does not change: shortly before the slot ends."""
         if self._availabilities is not None:
             return self.is_available(indices, now), np.full(indices.shape, now)
         return self._slots(indices, now)

@@ -442,7 +442,7 @@ def _check_numbers(counts: Mapping[str, int | None], others: Mapping[str, float 
 
 
 def _swept(vary: Mapping[str, Any]) -> dict[str, tuple[SweptValue, ...]]:
-    """Numbers of numpy become Python's."""
+    """Checks the values, and converts NumPy's numbers to Python's."""
     swept: dict[str, tuple[SweptValue, ...]] = {}
     for name, values in vary.items():
         is_list = isinstance(values, Iterable) and not isinstance(values, str)

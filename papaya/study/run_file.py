@@ -90,8 +90,8 @@ def prepared_again(
 ) -> Prepared:
     """The workload of that run. `task` and `data` say where they are now, if not where they were.
 
-    The copy of the task file beside `path` is used if the original is gone or has changed. So are
-    the clients that the run saved there.
+    The copy of the task file beside `path` is used if the original is gone or has changed. Clients
+    that the run saved are looked for beside `path` too.
     """
     spec = file.workload
     if spec.name == str(NO_FILE):

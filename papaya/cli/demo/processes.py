@@ -84,8 +84,8 @@ class Processes(AbstractContextManager["Processes"]):
     def stop(self) -> None:
         """End all processes, the server last. If this is interrupted, kill them.
 
-        A server that is killed leaves its TSA running, so it may end in order even if others had to
-        be killed.
+        A server that is killed leaves its TSA running, so it gets time to end even if other
+        processes had to be killed.
         """
         running = list(self._running.values())
         try:
@@ -121,7 +121,7 @@ class Processes(AbstractContextManager["Processes"]):
 
 
 def _end(together: Sequence[subprocess.Popen[str]]) -> None:
-    """With SIGTERM, and with SIGKILL those that are still running after `_STOP_S`."""
+    """Send SIGTERM, and SIGKILL to those that are still running after `_STOP_S`."""
     for process in together:
         _signal(process, signal.SIGTERM)
     ends_at = time.monotonic() + _STOP_S

@@ -1,8 +1,8 @@
 """Partitions: which client gets which row of a table.
 
     ByColumn       each value of a column is a client: users, devices, hospitals; rows without a
-                   value are refused, and values like 1 and "1", which would be two clients with
-                   the same name
+                   value are refused, and so are columns with values like 1 and "1", which would
+                   become two clients with the same name
     Dirichlet      label skew: the rows of each label are shared out by Dirichlet(alpha) weights
                    over the clients (Yurochkin et al. 2019; small alpha: few labels per client)
     LabelShards    label skew: rows sorted by label, cut into equal shards, some for each client

@@ -111,7 +111,7 @@ _FULL_ROUNDS: Final = 600
 
 
 def _shorter(name: str, rounds: int) -> Scale:
-    """A run of fewer rounds than the paper's: what depends on its length is proportional to it."""
+    """A scale with fewer rounds than the paper: rates, updates and hours follow from `rounds`."""
     rate = ADAMS_RATE * _FULL_ROUNDS / rounds
     return Scale(
         name=name,
@@ -134,7 +134,7 @@ def _shorter(name: str, rounds: int) -> Scale:
 
 
 QUICK: Final = _shorter("quick", rounds=20)
-# Its targets lie beyond the first 50 rounds, which say more about the start of training.
+# Its targets lie beyond the first 50 rounds, which show mostly the start of training.
 DEEP: Final = _shorter("deep", rounds=100)
 
 FULL: Final = Scale(
@@ -253,7 +253,7 @@ _EPSILON: Final = 1e-5
 MOMENTS: Final = (0.0, 0.9)
 NEVER_H: Final = 1e6  # hours: longer than any run
 _MOST_STEPS: Final = 6  # by which a grid of rates may grow
-_HEAT: Final = 4  # rates that are tried at the same time, with any number of processes
+_HEAT: Final = 4  # rates tried at the same time, whatever the number of processes
 TUNING_SEED: Final = 1001  # tuning never sees a seed that is reported
 
 
@@ -387,7 +387,7 @@ def hours_finding(name: str, found: Sequence[Reached]) -> Finding:
 
 
 def exact(found: Sequence[Reached], what: Literal["hours", "trips"] = "hours") -> list[float]:
-    """For a chart: not a number where the target was not reached."""
+    """Values for a chart: NaN where the target was not reached."""
     return [getattr(one, what) if one.is_there else math.nan for one in found]
 
 
