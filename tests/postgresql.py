@@ -90,7 +90,7 @@ class Postgres:
         """
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
-        while _state(self._process.pid) not in "TZX":  # from then on it starts no further backend
+        while _state(self._process.pid) not in "TZX":  # after this it starts no more backends
             time.sleep(_POLL_S)
         found = self.pids
         for pid in found:
@@ -216,7 +216,7 @@ def running(primary: Postgres | None = None, **settings: str) -> Iterator[Postgr
 
 
 def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests in which no connection and no lock is given up because it takes long."""
+    """Let connections and locks take long without a timeout, for tests on slow machines."""
     for name in ("lock_timeout", "idle_in_transaction_session_timeout"):
         monkeypatch.setitem(postgresql_session._SETTINGS, name, f"{_START_S:.0f}s")
     monkeypatch.setitem(postgresql_session._PATIENCE, "connect_timeout", f"{_START_S:.0f}")

@@ -221,7 +221,7 @@ def goes_on_after_a_refusal(client: Any) -> None:
 
 
 def _goes_on_after(client: Any, kind: str) -> None:
-    """Takes it for Retry, the first times."""
+    """Reads the first `IGNORED` answers of this kind as Retry."""
     ignored = iter(range(IGNORED))
 
     def loads(text: bytes) -> Any:

@@ -106,7 +106,7 @@ SKIPPED_CHECKS: dict[str, Callable[..., Trust]] = {
 
 
 def test_a_client_that_skips_one_check_of_the_evidence_is_caught(tmp_path: Path) -> None:
-    """It does all the others, including those of the agreed terms and the offer's signature."""
+    """The client does all other checks, including those of the agreed terms and the signature."""
 
     async def play() -> dict[str, ScenarioResult]:
         async with opened_kit(tmp_path, heartbeat_s=5.0) as (kit, _):

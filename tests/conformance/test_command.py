@@ -30,7 +30,7 @@ RUN = (
     f'exec {sys.executable} -I -S {CLIENT} --server "$PAPAYA_SERVER" '
     '--token-file "$PAPAYA_TOKEN_FILE" --history "$PAPAYA_STATE/history.json" --floor 0'
 )
-# Of a machine under thirty times its load.
+# Long enough for a machine with thirty times the load that it can handle.
 HEARTBEAT = ("--heartbeat", "5")
 _VISIT_S = 300
 _DEADLINE_S = 1200.0
@@ -60,7 +60,8 @@ def test_a_client_written_from_the_page_keeps_the_rules_of_clear_tasks(
 ) -> None:
     """`examples/minimal_client.py` imports nothing of Papaya. It has no secure aggregation.
 
-    `rejected_s`: for how long it comes back when it is rejected. In `history` it always is.
+    `rejected_s`: for how long the client comes back after a rejection. In the scenario `history` it
+    is always rejected.
     """
     chosen = [word for name in names for word in ("--scenario", name)]
     options = ("--format", "json", *HEARTBEAT, "--patience", str(_VISIT_S), *chosen)

@@ -271,7 +271,7 @@ class RunningRoles(RunningServer):
         return host, int(port)
 
     def relayed_chunk(self, ticket: str, data: bytes) -> Answer:
-        """The answer of the aggregator to a selector that passes on a chunk."""
+        """The answer of the aggregator to a selector that relays a chunk."""
         where = self.address_of("aggregator", "servers")
         connection = http.client.HTTPConnection(*where, timeout=DEADLINE_S)
         try:
@@ -286,7 +286,7 @@ class RunningRoles(RunningServer):
             connection.close()
 
     def open_relayed_chunk(self, ticket: str, length: int) -> socket.socket:
-        """A chunk that a selector has begun to pass on. Its device sends nothing more."""
+        """A chunk that a selector has begun to relay. Its device sends nothing more."""
         line = socket.create_connection(self.address_of("aggregator", "servers"), DEADLINE_S)
         head = (
             "PUT /v1/uploads/u1/chunks/0 HTTP/1.1\r\nHost: x\r\n"

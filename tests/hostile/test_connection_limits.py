@@ -42,7 +42,7 @@ Contexts = tuple[ssl.SSLContext, ssl.SSLContext]
 
 
 def limits_of(**changes: Any) -> ListenerLimits:
-    """No connection of a busy machine is late, also not one that is refused."""
+    """Limits under which a slow machine closes no connection too early, not even a refused one."""
     return structs.replace(PATIENT, **{"linger_s": PATIENCE_S, **changes})
 
 

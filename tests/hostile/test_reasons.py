@@ -50,7 +50,7 @@ class FailingTrainer(ProtocolTrainer):
 
 
 def a_process() -> DeviceProcess:
-    """It waits until the server has heard why it leaves."""
+    """A process that leaves only after the server has received its reason."""
     pacing = CheckInPacing(pause_s=0.0, leave_s=STEP_S)
     return DeviceProcess(now=time.time, assume=("idle", "charging", "unmetered"), pacing=pacing)
 

@@ -87,7 +87,7 @@ class SlowChunk:
 def slow_devices(
     server: RunningServer, count: int, bytes_each: int, *, chunks: int = 1, at_once: int = 0
 ) -> Iterator[None]:
-    """They take part in the one task that there is, and trickle until the end.
+    """Devices that take part in the only task, and upload slowly until the end.
 
     Each sends `chunks` chunks at the same time.
     """
@@ -142,7 +142,7 @@ def test_slow_devices_do_not_delay_others_of_their_task_where_memory_is_short(
 def test_slow_devices_of_one_task_do_not_delay_another_task_behind_a_selector(
     tmp_path: Path,
 ) -> None:
-    """The selector passes on two chunks of each slow device. All of them reach the aggregator, so
+    """The selector relays two chunks of each slow device. All of them reach the aggregator, so
     chunks of other devices do not wait behind them in a queue.
     """
     with RunningRoles(tmp_path, server=SERVER) as server:

@@ -39,7 +39,7 @@ SERVER: dict[str, Toml] = {
     "max_retry_s": 0.3,
     "held_report_interval_s": 0.05,
 }
-# For tests that fail if a session ends as silent.
+# For tests that fail if the server ends a session because its client was silent.
 CALM_HEARTBEAT_S = 3.0
 CALM: dict[str, Toml] = {"heartbeat_s": CALM_HEARTBEAT_S}
 

@@ -65,7 +65,9 @@ def until_taken(apart: Apart, but: str = "") -> FenceRow:
 
 
 def until_found(leader: ServerProcess) -> None:
-    """Until it has found the task since it leads. A busy machine may have made it lead before."""
+    """Wait for `task_found` after its latest `leadership_gained`: a slow machine may have made this
+    coordinator the leader before.
+    """
     ends_at = time.monotonic() + STEP_S
     while time.monotonic() < ends_at:
         told = [each["event"] for each in events(leader)]
@@ -100,7 +102,7 @@ def test_a_failover_can_be_told_from_the_logs_alone(tmp_path: Path) -> None:
     gained = [event for event in told if event["event"] == "leadership_gained"]
     # On a busy machine a leader may renew its lease late, and goes on in the same epoch.
     leaders = [event for event in gained if event["why"] != "its lease was renewed late"]
-    leaders.sort(key=lambda event: event["epoch"])  # a busy leader may tell it late
+    leaders.sort(key=lambda event: event["epoch"])  # a busy leader may log it late
     assert [event["epoch"] for event in leaders] == list(range(1, len(leaders) + 1))
     row = found[LEADER_KEY]
     assert isinstance(row, LeaderRow)

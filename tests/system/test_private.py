@@ -29,8 +29,8 @@ from tests.system.oracle import Books
 from tests.system.processes import CALM, PAPAYA, Installation, ServerProcess, environment
 from tests.system.test_secure import CONFIG, GOAL, STEP_S, admin_of, trust, until, url
 
-# So many clients that the noise does not hide their weight: 7 deviations above the limit. So many
-# devices that enough can afford an evaluation, also if some are too slow and have paid for nothing.
+# Enough clients that their weight exceeds the limit by 7 standard deviations of the noise. Enough
+# devices to evaluate, even if slow ones have used their privacy budget without being counted.
 DEVICES, RHO, DELTA, CLIENTS = 32, 0.5, 1e-6, 12
 PRIVATE = structs.replace(
     CONFIG,

@@ -26,7 +26,7 @@ from tests.system.processes import Installation, ServerProcess, Toml, run_to_the
 from tests.system.tls import make_certificates
 
 _STEP_S = 240.0
-_LONG_HEARTBEAT_S = 10.0  # a session ends as silent after three
+_LONG_HEARTBEAT_S = 10.0  # a session ends after three without a request
 _POLL_S = 0.05
 _GOAL = 4
 CONFIG = TaskConfig(
@@ -42,7 +42,7 @@ CONFIG = TaskConfig(
 )
 
 
-# A successor adopts for three heartbeats.
+# A successor adopts clients for three heartbeats.
 _HEARTBEAT_S = 0.8
 _SERVER: dict[str, Toml] = {"heartbeat_s": _HEARTBEAT_S}
 _MOST_KILLS = 5
@@ -181,8 +181,8 @@ async def _kill_one_after_the_other(apart: Apart) -> Book:
 
 
 async def _kill_the_holder(apart: Apart, book: Book) -> None:
-    """Clients of the holder are counted by its successor. On a busy machine all of them may come
-    too late for it; then the successor is killed.
+    """The successor counts clients of the holder that was killed. On a slow machine all of them may
+    come too late; then this kills the successor too, and looks at the next one.
     """
     for _ in range(_MOST_KILLS):
         before, era = len(book.across_failures), book.era
@@ -202,7 +202,7 @@ async def _kill_the_holder(apart: Apart, book: Book) -> None:
 
 
 def _are_over(book: Book, era: int) -> bool:
-    """Whether all who had joined until then have been told how it ended."""
+    """Whether all clients that joined up to this era know how their participation ended."""
     return all(session in book.ended for session, at in book.joined.items() if at <= era)
 
 
@@ -332,7 +332,7 @@ def test_a_clean_stop_of_an_aggregator_or_a_selector_costs_no_client_its_work(
     tmp_path: Path,
 ) -> None:
     with Installation(tmp_path) as installation:
-        # There is time to hand over, and nobody may count as silent because the machine is busy: a
+        # Long enough to hand over, and for clients not to count as silent on a slow machine: a
         # device that asks a stopped selector first needs more time than one request.
         shared: dict[str, Toml] = {"drain_s": _STEP_S}
         calm: dict[str, Toml] = {"heartbeat_s": _LONG_HEARTBEAT_S}

@@ -92,7 +92,7 @@ def test_bad_settings_are_taken_back_and_good_ones_reach_all_devices(tmp_path: P
             restored = back["task"]["version"]
             world.admin.until_task(run, lambda found: found["evaluated"] >= restored, STEP_S)
 
-            # On a busy machine, participations may end as silent whatever the settings are.
+            # On a slow machine, clients may count as silent whatever the settings are.
             world.task(
                 *("rollout", "opened", "--set", "client.rate=0.02", "--share", "90%"),
                 *(*judged, "--failures", "1"),

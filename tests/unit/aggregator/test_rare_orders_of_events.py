@@ -119,7 +119,7 @@ def test_a_halted_task_goes_on_when_its_rows_let_it() -> None:
     assert node.held().phase is TaskPhase.SERVING
 
 
-def test_a_report_tells_that_blobs_cannot_be_written_until_they_are() -> None:
+def test_a_report_says_that_blobs_cannot_be_written_until_they_can() -> None:
     world, node = a_world(an_async_task(2))
     [phone] = world.joined(node, 1)
     node.hold(Snapshot)
@@ -175,7 +175,7 @@ def test_a_task_that_this_aggregator_cannot_serve_is_reported_with_those_clients
     node = world.start()
     world.place(node, active=3)
     world.pass_s(10)
-    # Nobody has held it before.
+    # There is no earlier holder.
     assert "raise upload_memory_mb" in node.last_report().halted
     assert node.last_report().awaited == 0
     second = world.start("agg-2")

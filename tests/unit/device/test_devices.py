@@ -277,7 +277,7 @@ def test_an_unreachable_server_is_told_once_and_again_when_it_is_back() -> None:
         watcher, clock = Watcher(), Clock()
 
         def pass_time(what: str) -> None:
-            """A visit that nobody answers is given up."""
+            """Let so much time pass that the device gives up an unanswered visit."""
             if what in fake.replace:
                 clock.pass_(QUICK.give_up_s + 1.0)
 

@@ -62,7 +62,7 @@ async def ask(url: str, timeout_s: float) -> tuple[Message | None, list[float]]:
 def test_a_chunk_that_moves_slowly_is_answered_after_the_time_for_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The clock of the loop moves only when bytes do."""
+    """The clock of the loop advances only when bytes arrive."""
 
     async def scenario() -> None:
         loop, passed_s = asyncio.get_running_loop(), 0.0
@@ -73,7 +73,7 @@ def test_a_chunk_that_moves_slowly_is_answered_after_the_time_for_a_request(
             for _ in range(16):
                 await reader.readexactly(len(DATA) // 16)
                 passed_s += 0.25
-                await asyncio.sleep(0)  # timers that are due run
+                await asyncio.sleep(0)  # lets timers run that are due
             answer(writer, ChunkReceived("u1", 0))
 
         async with a_line(slow) as url:

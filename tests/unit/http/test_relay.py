@@ -276,7 +276,7 @@ def test_a_body_gets_a_connection_when_its_first_bytes_have_arrived() -> None:
 
 
 def test_pieces_are_shorter_if_there_are_many_bodies() -> None:
-    """What a socket does not take waits in the middle: at most one piece of each body."""
+    """The relay stores what the next socket does not take: at most one piece of each body."""
     made: list[Relay] = []
 
     async def main() -> None:

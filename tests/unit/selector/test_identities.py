@@ -42,7 +42,7 @@ def give(selector: Selector, number: int, session: str) -> Effects:
 
 
 def join(selector: Selector, granted: Effects, handle: str, *, is_decided: bool = True) -> None:
-    """The aggregator decides, or answers Retry."""
+    """Join. `is_decided`: the aggregator gives an answer other than Retry."""
     answer = answers(granted)[handle]
     assert isinstance(answer, Accepted)
     selector.receive(BOOT, Join(answer.ticket), "join")

@@ -15,7 +15,7 @@ from tests.unit.server.worker_builders import PATIENCE_S
 
 
 class Jobs:
-    """What a crew finds. A job wakes a thread for the next one when it is taken."""
+    """The jobs of a crew. Taking a job wakes a thread for the next one."""
 
     def __init__(self, most: int, life_s: float | None = None) -> None:
         self.waiting: deque[CrewJob] = deque()
@@ -104,7 +104,7 @@ def test_a_crew_without_threads_backs_off_until_one_starts(
         nonlocal is_reached
         jobs, done = Jobs(most=2), asyncio.Event()
         loop = asyncio.get_running_loop()
-        for _ in range(10):  # new work is no reason to try earlier
+        for _ in range(10):  # new work causes no earlier attempt
             jobs.put(lambda: None)
         assert jobs.told == [(1, "too many")]
         while len(jobs.told) < 3:
@@ -120,6 +120,6 @@ def test_a_crew_without_threads_backs_off_until_one_starts(
     on_a_loop(test)
 
 
-def test_the_back_off_has_a_limit_also_after_a_day() -> None:
+def test_the_back_off_is_limited_even_after_a_day() -> None:
     assert [retry_delay_s(attempts, 0.5) for attempts in (1, 2, 3)] == [0.5, 1.0, 2.0]
     assert retry_delay_s(100_000) == LONGEST_RETRY_S

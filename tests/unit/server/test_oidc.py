@@ -78,7 +78,7 @@ class Issuer:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is no issuer that is away."""
+    """An issuer that answers slowly on a busy machine must not count as unreachable."""
     monkeypatch.setattr(oidc, "_FETCH_S", 60.0)
 
 

@@ -412,8 +412,8 @@ def test_a_server_whose_store_fails_is_not_healthy(
 def test_the_status_of_a_server_whose_blobs_fail_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It names the task, but not the bucket, as /health does: not only operators read it. /health
-    stays 200: other tasks go on, and operators have to reach the server.
+    """The status and /health name the task, but not the bucket, because not only operators read
+    them. /health answers 200: other tasks go on, and operators have to reach the server.
     """
 
     class Expired(MemoryBlobs):
@@ -434,8 +434,8 @@ def test_the_status_of_a_server_whose_blobs_fail_says_so(
         status = ["status", "--admin", f"http://{where}", "--token-file", str(token)]
 
         async def until(code: int, told: str) -> None:
-            """Until `papaya status` exits with `code`, and its words and those of /health are
-            these. In between, the leader may be late on a busy machine.
+            """Wait until `papaya status` exits with `code`, and its messages and the problem of
+            /health are `told`. On a slow machine the leader may be late meanwhile.
             """
             last: tuple[int, str] | None = None
             ends_at = time.monotonic() + DEADLINE_S

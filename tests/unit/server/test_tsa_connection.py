@@ -280,7 +280,7 @@ def test_aggregators_with_one_folder_share_a_child_and_the_last_one_ends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # the child writes the end of its line apart
-    monkeypatch.setattr(server_tsa, "_END_S", LONG_S)  # or a slow child is killed
+    monkeypatch.setattr(server_tsa, "_END_S", LONG_S)  # so that a slow child is not killed
     apart = Deployment(data=str(tmp_path), coordinators=("127.0.0.1:1",))
     deadlines_s = (PATIENCE_S, PATIENCE_S, LONG_S)
     links = [TsaConnection(apart, "", time.time, CLUSTER, *deadlines_s) for _ in range(2)]
@@ -335,8 +335,8 @@ ANSWER_S = 5.0
 
 
 class SlowLine(socket.socket):
-    """Large answers arrive in pieces, PAUSE_S after each other by the monotonic clock, which it
-    moves itself: it waits for nothing.
+    """Large answers arrive in pieces, PAUSE_S after each other by the monotonic clock. The test
+    does not wait, because this class advances the clock itself.
     """
 
     waits_s: float | None = None

@@ -35,7 +35,7 @@ HOST = "127.0.0.9"
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may take long for a handshake."""
+    """A handshake may take long on a busy machine."""
     patient = structs.replace(tsa_gate._LIMITS, head_timeout_s=PATIENCE_S)
     monkeypatch.setattr(tsa_gate, "_LIMITS", patient)
     monkeypatch.setattr(tsa_gate, "_CONNECT_S", PATIENCE_S)

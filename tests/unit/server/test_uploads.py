@@ -68,7 +68,7 @@ async def answer_to(client: Client, request: bytes) -> Message:
 
 @pytest.mark.parametrize("end", ["answered", "lost", "broken off"])
 def test_chunks_are_counted_until_they_end(end: str) -> None:
-    """Each round would find no room if one of the round before were still counted."""
+    """Each round would find no room if a chunk of an earlier round were still counted."""
 
     async def main() -> None:
         host = Aggregator()

@@ -353,7 +353,7 @@ class FrozenTsa:
 
 
 def test_tasks_of_another_tsa_do_not_wait_for_a_frozen_one() -> None:
-    """Neither their folds, while every thread of the first task waits, nor their offers."""
+    """Neither folds nor offers wait, although every thread of the first task waits."""
     tsa, threads = FrozenTsa(), 2
     other = structs.replace(SECURE, task="elsewhere", clip=2.0)
 
@@ -428,7 +428,7 @@ UPDATE = [0.0] * (SECURE.update_bytes // 4)
 
 
 class PromptTsa:
-    """Takes every seed at once. `has_all` is set when it has taken so many."""
+    """Accepts every seed at once. `has_all` is set when it has accepted `count` seeds."""
 
     def __init__(self, count: int = 1) -> None:
         self.has_all, self._left, self._lock = Event(), count, Lock()
@@ -469,7 +469,7 @@ def test_no_more_threads_than_shards_add_up_updates_of_secure_tasks(
 
 
 class GatedTsa:
-    """Takes a seed for a buffer when its gate is open."""
+    """Accepts a seed for a buffer when the gate of this buffer is open."""
 
     def __init__(self) -> None:
         self.asked, self.gates = Semaphore(0), {1: Event(), 2: Event()}
@@ -482,7 +482,7 @@ class GatedTsa:
 def test_threads_of_a_task_never_wait_for_each_other_to_add_up_updates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not even those that have started after others have ended."""
+    """Threads that start after others have ended do not wait either."""
     monkeypatch.setattr(workers, "TSA_THREAD_LIFE_S", 0.01)
     tsa, together, add_all = GatedTsa(), Barrier(2), MaskedSum.add_all
 
@@ -513,7 +513,7 @@ def test_threads_of_a_task_never_wait_for_each_other_to_add_up_updates(
 
 
 def test_a_fold_behind_other_work_does_not_wait_for_the_threads_that_do_it() -> None:
-    """They take the work that hides the fold while all of them are busy."""
+    """The fold starts when a thread takes the work before it, even if all threads were busy."""
 
     class SlowDelete(MemoryBlobs):
         def __init__(self) -> None:

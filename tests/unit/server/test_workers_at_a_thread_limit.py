@@ -90,7 +90,7 @@ def sessions(driver: Driver) -> list[str]:
 def test_updates_of_a_secure_task_wait_until_its_first_thread_can_start(
     limit: ThreadLimit, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Meanwhile, its state is not healthy."""
+    """Until then, the workers report a problem."""
 
     async def test(driver: Driver) -> None:
         limit.is_reached = True
@@ -119,10 +119,10 @@ def test_updates_of_a_secure_task_wait_until_its_first_thread_can_start(
     assert events[1].startswith("threads_started task=next-word after_s=")
 
 
-def test_a_worker_that_cannot_start_the_thread_for_the_next_work_lives_on(
+def test_a_worker_goes_on_if_it_cannot_start_a_thread_for_the_next_work(
     limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fold waits for a restore so long that its own thread has ended before."""
+    """A fold waits so long for a restore that the thread that was to run it has ended."""
     monkeypatch.setattr(workers, "TSA_THREAD_LIFE_S", 0.001)
     blobs = SlowSweep(WORDS)
 
@@ -148,7 +148,7 @@ def test_a_worker_that_cannot_start_the_thread_for_the_next_work_lives_on(
 
 
 def test_a_secure_task_goes_on_with_the_threads_that_it_has(limit: ThreadLimit) -> None:
-    """And starts more when there is new work and the limit allows it. This is no trouble."""
+    """It starts more when there is new work and the limit allows it. No problem is reported."""
     tsa = PausedTsa()
 
     async def test(driver: Driver) -> None:
@@ -173,7 +173,7 @@ def test_a_secure_task_goes_on_with_the_threads_that_it_has(limit: ThreadLimit) 
 
 
 def test_requests_for_offers_wait_until_their_thread_can_start(limit: ThreadLimit) -> None:
-    """Every request is answered: the machine has at most one that is not."""
+    """Every request must be answered: until then the machine sends no other one."""
     tsa = PausedTsa()
 
     async def test(driver: Driver) -> None:
@@ -194,7 +194,7 @@ def test_requests_for_offers_wait_until_their_thread_can_start(limit: ThreadLimi
 def test_closing_finishes_the_work_of_secure_tasks_without_their_threads(
     limit: ThreadLimit,
 ) -> None:
-    """It needs no thread itself."""
+    """Closing needs no further thread."""
 
     async def test(driver: Driver) -> None:
         limit.is_reached = True

@@ -56,8 +56,8 @@ def test_a_full_disk_is_tried_again_and_holds_up_no_fold(
     assert "the disk is full; will retry (hint: make room)" in caplog.text
 
 
-def test_what_cannot_be_written_is_told_until_it_is_written() -> None:
-    """Not after the first attempts: single errors of a bucket are usual."""
+def test_a_failed_write_is_reported_until_it_succeeds() -> None:
+    """The first attempts are not reported, because single errors of a bucket are common."""
     blobs = MemoryBlobs(WORDS)
     blobs.failures = [FULL] * (TOLD_FROM + 1)
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_written_is_told_until_it_is_written() -> None:
     assert isinstance(told[-1], Snapshotted)
 
 
-def test_what_cannot_be_read_is_told_too() -> None:
+def test_a_failed_read_is_reported_too() -> None:
     class Away(MemoryBlobs):
         failures_left = TOLD_FROM
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_read_is_told_too() -> None:
     assert delayed == Delayed("words", 1, "blobs cannot be read")
 
 
-def test_one_error_is_not_told() -> None:
+def test_a_single_error_is_not_reported() -> None:
     blobs = MemoryBlobs(WORDS)
     blobs.failures = [FULL] * (TOLD_FROM - 1)
 

@@ -28,7 +28,7 @@ PATIENCE_S = 120.0
 
 
 def worker_threads(name: str = "papaya-") -> list[Thread]:
-    """Those of the workers whose name begins with this."""
+    """The threads of workers whose name begins with `name`."""
     names = ("papaya-worker", "papaya-tsa")
     found = (thread for thread in enumerate() if thread.name.startswith(names))
     return [thread for thread in found if thread.name.startswith(name)]

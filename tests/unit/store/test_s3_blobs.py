@@ -25,7 +25,7 @@ SUM = f"task/1/sum-3-2-{'0' * 32}"
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine the server may take long for an answer."""
+    """The server may take long to answer on a busy machine."""
     for name in ("_CONNECT_TIMEOUT", "_REQUEST_TIMEOUT"):
         monkeypatch.setattr(s3_blobs, name, timedelta(minutes=5))
 

@@ -24,7 +24,7 @@ PATIENCE_S = 60.0
 
 
 def a_client(address: str, dial: Dial = endpoint.connect) -> TsaClient:
-    """It waits for answers for as long as a busy machine may need."""
+    """A client that waits for answers for as long as a slow machine may need."""
     return TsaClient(address, CLUSTER, PATIENCE_S, PATIENCE_S, dial)
 
 

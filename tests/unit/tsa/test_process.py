@@ -91,7 +91,7 @@ def test_a_smaller_vector_that_is_registered_meanwhile_shortens_no_deadline() ->
     large, small = a_task(task="large", length=BLOCK), a_task(task="small")
 
     class Slow(PublicParameters):
-        """Another thread registers while its size is looked up."""
+        """Another thread registers larger parameters while `vector_bytes` is computed."""
 
         @property
         def vector_bytes(self) -> int:

@@ -143,7 +143,7 @@ def test_a_selector_and_an_aggregator_know_themselves_and_whether_they_are_led()
     assert [live.is_led() for live in lives.values()] == [False, False]
 
 
-def test_an_aggregator_tells_that_it_cannot_load_a_task() -> None:
+def test_an_aggregator_reports_that_it_cannot_load_a_task() -> None:
     world = World(a_task())
     node = world.start()
     node.hold(Restore)
