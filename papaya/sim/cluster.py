@@ -29,13 +29,12 @@ from papaya.coordinator.coordinator import Coordinator
 from papaya.messages.base import Message, NodeId
 from papaya.messages.selection import Capabilities
 from papaya.messages.storage import submission
-from papaya.messages.tickets import PSEUDONYM_KEY_BYTES
+from papaya.messages.tickets import PSEUDONYM_KEY_BYTES, Keyring
 from papaya.selector.selector import Selector
 from papaya.sim.behaviour import Behaviour
 from papaya.sim.devices import SimulatedBundles, SimulatedDevice
 from papaya.sim.engine import Engine, TimerWheel
 from papaya.sim.hosts import SimulatedAggregatorHost, SimulatedHost, SimulatedSelectorHost
-from papaya.sim.keyring import SimulatedKeyring
 from papaya.sim.network import Network, NetworkConfig
 from papaya.sim.observer import Hooks, Observer
 from papaya.sim.population import DEFAULT, Arrivals, Population, PopulationConfig, Visit
@@ -145,7 +144,7 @@ class Cluster:
         # No server has ever had a wrong clock.
         self.clocks_were_right = True
         self.devices: dict[int, SimulatedDevice] = {}
-        self.keyring = SimulatedKeyring({1: self._rng("keys").randbytes(32)})
+        self.keyring = Keyring({1: self._rng("keys").randbytes(32)})
         self._histories: dict[int, History] = {}
         self._keeps_history = any(
             task.participation_gap_s > 0 or task.max_participations is not None

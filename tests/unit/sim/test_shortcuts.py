@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import papaya.sim.cluster
 from papaya.aggregator.aggregator import Aggregator
 from papaya.client.client import Client
 from papaya.config import (
@@ -21,7 +20,6 @@ from papaya.config import (
     Weighting,
 )
 from papaya.messages.selection import Capabilities
-from papaya.messages.tickets import Keyring
 from papaya.sim.cluster import Cluster, ClusterConfig, DeviceKind
 from papaya.sim.hosts import SimulatedHost
 from papaya.sim.observer import Observer
@@ -101,7 +99,7 @@ def test_the_shortcut_of_heartbeats_changes_no_message(
     assert run_seed(seed).trace_hash == short
 
 
-@pytest.mark.parametrize("shortcut", ["seals", "heartbeats", "availability"])
+@pytest.mark.parametrize("shortcut", ["heartbeats", "availability"])
 def test_a_recording_is_the_same_without_the_shortcut(
     shortcut: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,8 +115,6 @@ def test_a_recording_is_the_same_without_the_shortcut(
 
     short = run()
     match shortcut:
-        case "seals":
-            monkeypatch.setattr(papaya.sim.cluster, "SimulatedKeyring", Keyring)
         case "heartbeats":
             monkeypatch.setattr(Client, "beat", lambda client, now: None)
         case "availability":
