@@ -24,7 +24,7 @@ ALLOWED: tuple[str, ...] = (
     *("zlib.crc32", "isal.isal_zlib.crc32"),
     # contextlib can also change the working directory and redirect stdout.
     *("contextlib.AbstractContextManager", "contextlib.ExitStack"),
-    *("contextlib.nullcontext", "contextlib.suppress"),
+    *("contextlib.contextmanager", "contextlib.nullcontext", "contextlib.suppress"),
     # On strings. load and dump work on files.
     *("json.dumps", "json.loads"),
     # Parses addresses; opens no socket.

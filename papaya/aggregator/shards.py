@@ -17,18 +17,19 @@ If the rule of a task needs single updates, a buffer consists of their blobs ins
 holds those that are not written yet. The step reads all of them, block by block.
 
 Threads (in `server`): with `lock`, folds may run in parallel with each other and with everything
-else. A thread that adds up updates or makes a version takes one of the shards with `take_shard`: so
-folds never wait for each other in a buffer, and no more threads than shards compute at the same
-time. No shard is held while the TSA is asked. (In the paper, the thread's ID selects it.) `keep`,
-`take` and `drop_uploads` must be called from one thread. The other operations of one task (cut and
-encode, restore, step, drop_sums) must not run at the same time. If a fold raises, the content of
-its buffer is undefined: restore the task.
+else. A thread that adds updates or applies a step takes one of the shards with `take_shard`: so
+folds never wait for each other in a buffer, and no more threads than shards do this at the same
+time. (In the paper, the thread's ID selects it.) No shard is held while the TSA is asked or a blob
+is read, nor for smaller work: cuts, hashes of sums, and masks, which are subtracted as they arrive.
+`keep`, `take` and `drop_uploads` must be called from one thread. The other operations of one task
+(cut and encode, restore, step, drop_sums) must not run at the same time. If a fold raises, the
+content of its buffer is undefined: restore the task.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple
@@ -282,17 +283,22 @@ class Shards:
         kernel: Kernel = NUMPY,
         lock: TakeLock = nullcontext,
         take_shard: TakeShard = _FIRST,
+        take_place: TakeLock = nullcontext,
         release: Callable[[BytesLike], object] = _let_go,
         tsa: Tsa | None = None,
         entropy: Entropy | None = None,
     ) -> None:
-        """`entropy`: for the noise of private tasks in the clear."""
+        """`take_place`: for a step of a secure task, from when it reads its model until it is done.
+
+        `entropy`: for the noise of private tasks in the clear.
+        """
         self.count = shards
         self._tsa = tsa
         self._entropy = entropy
         self._kernel = kernel
         self._lock = lock
         self._take_shard = take_shard
+        self._take_place = take_place
         self._release = release
         self._uploads: dict[tuple[TaskId, SessionId], UploadChunks] = {}
         self._buffers: dict[tuple[TaskId, int], dict[int, _BufferSum | _BufferUpdates]] = {}
@@ -420,8 +426,18 @@ class Shards:
         record, buffers = work.record, self._buffers.get((work.config.task, work.seq), {})
         total: Total | parameters.Vector
         if record.updates:
-            with self._take_shard():
-                total = combined(work.config.aggregation, _members(work, read_part))
+            with ExitStack() as held:
+                held.enter_context(self._take_shard())
+
+                @contextmanager
+                def reading() -> Iterator[None]:
+                    held.close()  # storage may not answer for a while
+                    try:
+                        yield
+                    finally:
+                        held.enter_context(self._take_shard())
+
+                total = combined(work.config.aggregation, _members(work, read_part, reading))
         elif record.sum:
             total = _decoded(work.config, read(record.sum))
         else:
@@ -462,18 +478,22 @@ class Shards:
             return StepFailed(task, work.seq, str(error)), []
         except (TsaError, Implausible) as error:
             return _unchanged(work, error), []
-        # Not before the TSA has answered: many tasks may wait for one TSA, each with a model.
-        with self._take_shard():
-            before = parameters.decode(read(work.base.parameters), config.model_length)
-            state = optimizer.decode_state(read(work.optimizer), config.model_length)
-            try:
-                after, new_state = optimizer.step(before, mean, state)
-            except OperatorError as error:
-                return StepFailed(task, work.seq, str(error)), []
-            encoded = parameters.encode(after, {"task": task, "version": str(version)})
-            encoded_state = optimizer.encode_state(new_state)
-        key = blob_key(task, work.seq, f"version-{version}", encoded)
-        state_key = blob_key(task, work.seq, f"optimizer-{version}", encoded_state)
+        # Not before the TSA has answered: many tasks may wait for one TSA, each with a model. Steps
+        # in the clear need no place, because their threads are few.
+        is_secure = config.secure_aggregation is not None
+        with self._take_place() if is_secure else nullcontext():
+            base, state_data = read(work.base.parameters), read(work.optimizer)
+            with self._take_shard():
+                before = parameters.decode(base, config.model_length)
+                state = optimizer.decode_state(state_data, config.model_length)
+                try:
+                    after, new_state = optimizer.step(before, mean, state)
+                except OperatorError as error:
+                    return StepFailed(task, work.seq, str(error)), []
+                encoded = parameters.encode(after, {"task": task, "version": str(version)})
+                encoded_state = optimizer.encode_state(new_state)
+                key = blob_key(task, work.seq, f"version-{version}", encoded)
+                state_key = blob_key(task, work.seq, f"optimizer-{version}", encoded_state)
         stepped = Stepped(task, work.seq, version, key, state_key)
         return stepped, [(key, encoded), (state_key, encoded_state)]
 
@@ -594,7 +614,7 @@ def _kept(work: Fold, given: Contribution) -> KeptMember:
     return KeptMember(key, work.examples, data)
 
 
-def _members(work: Step, read: ReadPart) -> BufferMembers:
+def _members(work: Step, read: ReadPart, reading: TakeLock) -> BufferMembers:
     """The members of a durable record, read from their blobs block by block."""
     record, length = work.record, work.config.model_length
     keys = record.updates or ()
@@ -604,7 +624,8 @@ def _members(work: Step, read: ReadPart) -> BufferMembers:
     def read_member(member: int, part: slice) -> parameters.Vector:
         return np.frombuffer(read(keys[member], 4 * part.start, 4 * part.stop), FLOAT32)
 
-    return BufferMembers([member.examples for member in record.members], length, read_member)
+    weights = [member.examples for member in record.members]
+    return BufferMembers(weights, length, read_member, reading=reading)
 
 
 def _zero(config: TaskConfig) -> Total:

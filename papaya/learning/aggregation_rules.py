@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -74,10 +75,13 @@ class BufferMembers:
         length: int,
         read: ReadMember,
         block_bytes: int = BLOCK_BYTES,
+        reading: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        """`reading` is entered while a block is read."""
         self.weights = np.array(weights, FLOAT64)
         self.length = length
         self._read = read
+        self._reading = reading
         self._width = max(1, block_bytes // (4 * max(1, len(weights))))
 
     @classmethod
@@ -93,8 +97,9 @@ class BufferMembers:
         for start in range(0, self.length, self._width):
             part = slice(start, min(start + self._width, self.length))
             block = matrix[:, : part.stop - start]
-            for member in range(len(self)):
-                block[member] = self._read(member, part)
+            with self._reading():
+                for member in range(len(self)):
+                    block[member] = self._read(member, part)
             yield part, block
 
     def norms(self) -> npt.NDArray[np.float64]:

@@ -127,6 +127,7 @@ def threaded_shards(threads: int, pool: BufferPool, tsa: Tsa | None = None) -> S
         kernel=fastest(),
         lock=Lock,
         take_shard=FreeShards(threads),
+        take_place=FreeShards(threads),
         release=pool.give_back,
         tsa=tsa,
         entropy=os.urandom,

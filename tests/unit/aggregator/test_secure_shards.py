@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from random import Random
 from threading import Lock
 from typing import Any
@@ -20,7 +22,7 @@ from papaya.aggregator.work import Fold, Folded, GetOffers, Restore, Snapshot, S
 from papaya.client.work import Seal, Sealed
 from papaya.config import Requirements, TaskConfig
 from papaya.learning import parameters
-from papaya.learning.parameters import FLOAT32
+from papaya.learning.parameters import FLOAT32, Vector
 from papaya.messages.base import BlobKey
 from papaya.messages.participation import SecureOffer
 from papaya.messages.storage import Member, RecordRow, VersionRow
@@ -179,37 +181,53 @@ def test_many_threads_fold_at_once_and_a_snapshot_comes_between() -> None:
 
 
 def test_steps_that_wait_for_the_tsa_hold_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tasks may wait for one TSA: a model is read when there is a shard to compute with. The
-    shard is not held while the TSA is asked.
+    """Many tasks may wait for one TSA: a model is read when there is a place for it. No shard is
+    held while the TSA is asked or a blob is read.
     """
-    aggregation, taken = Aggregation(a_secure_task(1)), 0
+    aggregation, held = Aggregation(a_secure_task(1)), Counter[str]()
     first, release = {aggregation.base.parameters, aggregation.optimizer}, aggregation.tsa.release
-    asked: list[int] = []
+    decode = parameters.decode
+    seen: list[tuple[str, int, int]] = []
 
     @contextmanager
-    def take_shard() -> Iterator[int]:
-        nonlocal taken
-        taken += 1
-        yield 0
-        taken -= 1
+    def take(what: str) -> Iterator[int]:
+        held[what] += 1
+        try:
+            yield 0
+        finally:
+            held[what] -= 1
+
+    def see(what: str) -> None:
+        seen.append((what, held["place"], held["shard"]))
 
     def released(*arguments: Any) -> None:
-        asked.append(taken)
+        see("release")
         release(*arguments)
 
     def read(key: BlobKey) -> bytes:
-        assert taken == (key in first)
+        see("model" if key in first else "sum")
         return aggregation.blobs[key]
 
+    def decoded(data: bytes, length: int) -> Vector:
+        see("decode")
+        return decode(data, length)
+
     monkeypatch.setattr(aggregation.tsa, "release", released)
-    aggregation.shards = Shards(tsa=aggregation.tsa.adapter, take_shard=take_shard)
+    monkeypatch.setattr(parameters, "decode", decoded)
+    aggregation.shards = Shards(
+        tsa=aggregation.tsa.adapter,
+        take_shard=partial(take, "shard"),
+        take_place=partial(take, "place"),
+    )
     aggregation.fold("a", aggregation.seal("a", 3.0))
     record = aggregation.record()
     work = Step(aggregation.config, SEQ, aggregation.base, aggregation.optimizer, record)
     stepped, _ = aggregation.shards.step(work, read)
     assert isinstance(stepped, Stepped)
     assert stepped.dropped == ""
-    assert asked == [0]
+    models = 2 * [("model", 1, 0)]
+    assert seen == [("sum", 0, 0), ("release", 0, 0), *models, ("decode", 1, 1)]
+    assert held.total() == 0
 
 
 def test_restored_from_a_record_the_step_gives_the_same_bytes() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from threading import Lock
 from typing import Any
@@ -17,12 +19,13 @@ from msgspec.structs import replace
 
 from papaya.aggregator.shards import Shards, UploadChunks, blob_key, initial_blobs
 from papaya.aggregator.work import Drop, Fold, Folded, Keep, Restore, Snapshot, Step, Stepped
-from papaya.config import Evaluated, TaskConfig
+from papaya.config import Aggregation, Evaluated, TaskConfig, Weighting
 from papaya.errors import MissingBlob
 from papaya.learning import parameters
+from papaya.learning.aggregation_rules import BufferMembers, MemberRows
 from papaya.learning.evaluation import evaluation_vector
 from papaya.learning.kernels import NUMPY, Kernel, compiled
-from papaya.learning.parameters import FLOAT32
+from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.weighting import BytesLike, WeightedSum
 from papaya.messages.storage import Member, RecordRow, VersionRow
 from tests.unit.aggregator.builders import MODEL_LENGTH, TASK, an_async_task, chunks_of
@@ -294,6 +297,54 @@ def test_a_step_from_memory_is_repeated_after_an_error_of_storage() -> None:
     assert after.tolist() == [1, 2, 3, 4]
     with pytest.raises(KeyError):  # the buffer is gone
         shards.step(work, blobs.__getitem__)
+
+
+def test_a_rule_that_takes_members_computes_with_a_shard_and_reads_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = an_async_task(3, aggregation=Aggregation("median"), weighting=Weighting("equal"))
+    blobs = dict(initial_blobs(config, np.zeros(MODEL_LENGTH, FLOAT32)))
+    (first, optimizer), taken = blobs, 0
+    each_coordinate, seen = BufferMembers.each_coordinate, []
+
+    @contextmanager
+    def take_shard() -> Iterator[int]:
+        nonlocal taken
+        taken += 1
+        try:
+            yield 0
+        finally:
+            taken -= 1
+
+    def read_part(key: str, start: int, end: int) -> bytes:
+        seen.append(("read", taken))
+        return blobs[key][start:end]
+
+    def see(members: BufferMembers, combine: Callable[[MemberRows], Any]) -> Vector:
+        def combined(rows: MemberRows) -> Any:
+            seen.append(("combine", taken))
+            return combine(rows)
+
+        return each_coordinate(members, combined)
+
+    monkeypatch.setattr(BufferMembers, "each_coordinate", see)
+    for session, value in zip("abc", (1, 2, 6), strict=True):
+        blobs[session] = np.full(MODEL_LENGTH, value, FLOAT32).tobytes()
+    record = replace(a_record(1, "", "a", "b", "c"), updates=("a", "b", "c"))
+    work = Step(config, 1, VersionRow(0, first, 0, 0.0), optimizer, record)
+    stepped, made = Shards(take_shard=take_shard).step(work, blobs.__getitem__, read_part)
+    assert isinstance(stepped, Stepped)
+    after = parameters.decode(dict(made)[stepped.parameters], MODEL_LENGTH)
+    assert after.tolist() == [2, 2, 2, 2]
+    assert seen == [*3 * [("read", 0)], ("combine", 1)]
+    assert taken == 0
+
+    def away(key: str, start: int, end: int) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match="Input"):
+        Shards(take_shard=take_shard).step(work, blobs.__getitem__, away)
+    assert taken == 0
 
 
 SESSIONS = ["a", "b", "c"]

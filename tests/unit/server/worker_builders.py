@@ -145,6 +145,7 @@ class Driver:
             kernel=kernel,
             lock=Lock,
             take_shard=FreeShards(threads),
+            take_place=FreeShards(threads),
             release=self.pool.give_back,
             tsa=tsa,
         )
