@@ -316,13 +316,16 @@ class Workers:
 
     def _find_in_the_clear(self) -> CrewJob | None:
         for lane in self._order:
-            job = self._take(lane, for_tsa=False)
+            if (job := self._take(lane, for_tsa=False)) is not None:
+                return job
+        if not self._is_closing:
+            return None
+        # Closing must not wait for a thread that cannot start. No client waits any more, so threads
+        # in the clear may call the TSA, if there is nothing else to do.
+        for lane in self._order:
             crew = self._callers.get(lane)
-            # Closing must not wait for a thread that cannot start. No client waits any more, so
-            # threads in the clear may call the TSA.
-            if job is None and self._is_closing and (crew is None or not crew.size):
-                job = self._take(lane, for_tsa=True)
-            if job is not None:
+            has_threads = crew is not None and crew.size > 0
+            if not has_threads and (job := self._take(lane, for_tsa=True)) is not None:
                 return job
         return None
 

@@ -15,9 +15,11 @@ from papaya.aggregator.work import Delayed, Folded, Forget, GetOffers, Offered, 
 from papaya.messages.base import BlobKey, TaskId
 from papaya.server import workers
 from tests.unit.server.worker_builders import (
+    OTHER,
     PATIENCE_S,
     SECURE,
     WORDS,
+    CountingKernel,
     Driver,
     MemoryBlobs,
     run,
@@ -214,3 +216,27 @@ def test_closing_finishes_the_work_of_secure_tasks_without_their_threads(
     assert tsa.is_told_to_forget.is_set()
     assert driver.pool.free == driver.pool.count
     assert worker_threads() == []
+
+
+def test_closing_does_work_in_the_clear_before_it_asks_the_tsa(limit: ThreadLimit) -> None:
+    """The TSA may be frozen."""
+    kernel = CountingKernel()
+
+    async def test(driver: Driver) -> None:
+        limit.is_reached = True
+        kernel.may_go_on.clear()
+        try:
+            driver.fold(WORDS, "first", [1, 2, 3, 4])
+            while not kernel.is_waiting.is_set():
+                await asyncio.sleep(0)
+            driver.fold(SECURE, "secure", UPDATE)
+            driver.fold(OTHER, "last", [1, 2, 3, 4])
+            closing = asyncio.create_task(driver.workers.close())
+            while not driver.workers._is_closing:
+                await asyncio.sleep(0)
+        finally:
+            kernel.may_go_on.set()
+        await closing
+
+    driver = run(test, MemoryBlobs(WORDS), kernel=kernel, tsa=cast(Tsa, PausedTsa()))
+    assert sessions(driver) == ["first", "last", "secure"]
