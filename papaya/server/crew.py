@@ -10,10 +10,13 @@ tries again with back-off, and says so.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Condition, RLock, Thread, current_thread
 from typing import Final
+
+logger = logging.getLogger("papaya.workers")
 
 FIRST_RETRY_S: Final = 0.1
 LONGEST_RETRY_S: Final = 5.0
@@ -34,7 +37,7 @@ def retry_delay_s(attempts: int, first_s: float = FIRST_RETRY_S) -> float:
     return min(first_s * 2.0 ** min(attempts - 1, 100), LONGEST_RETRY_S)
 
 
-def _ignore(attempts: int, why: str) -> None:
+def _ignore(attempts: int, why: str | None) -> None:
     """No-op."""
 
 
@@ -51,13 +54,13 @@ class Crew:
         *,
         life_s: float | None = None,
         first_retry_s: float = FIRST_RETRY_S,
-        on_limit: Callable[[int, str], None] = _ignore,
+        on_limit: Callable[[int, str | None], None] = _ignore,
     ) -> None:
         """`find` returns a job that may run now, or None. It is called with `lock` held.
 
         `life_s`: how long a thread waits for work; None for ever. `on_limit` is called with the
         number of attempts and the reason after each attempt to start the first thread that fails,
-        and with an empty reason when it has started.
+        and with None when it has started.
         """
         self._name = name
         self._most = most
@@ -126,7 +129,7 @@ class Crew:
             return
         if self._attempts:
             attempts, self._attempts = self._attempts, 0
-            self._on_limit(attempts, "")
+            self._on_limit(attempts, None)
 
     def _try_again(self) -> None:
         with self._lock:
@@ -140,8 +143,16 @@ class Crew:
     # -- on the threads ---------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
-            job()
+        try:
+            while (job := self._next()) is not None:
+                try:
+                    job()
+                except Exception:
+                    logger.exception("a job of %s failed unexpectedly", self._name)
+        except Exception:
+            logger.exception("a thread of %s cannot find a job, and ends", self._name)
+            with self._lock:
+                self._leave()
 
     def _next(self) -> CrewJob | None:
         """Wait for a job. None means that the thread has to end."""
@@ -156,7 +167,10 @@ class Crew:
                 self._waiting += 1
                 is_over = not self._changed.wait(self._life_s)
                 self._waiting -= 1
-            self._threads.remove(current_thread())
-            if self._is_stopped and not self._threads:
-                call_on(self._loop, self._has_ended.set)
+            self._leave()
             return None
+
+    def _leave(self) -> None:
+        self._threads.remove(current_thread())
+        if self._is_stopped and not self._threads:
+            call_on(self._loop, self._has_ended.set)

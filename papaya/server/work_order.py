@@ -44,6 +44,10 @@ class FoldJob(NamedTuple):
     def lane(self) -> str:
         return self.task
 
+    @property
+    def seq(self) -> int:
+        return self.given[0][0].seq
+
 
 class LoneJob:
     """Work that runs alone in its lane, and its progress."""

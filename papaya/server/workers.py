@@ -138,6 +138,11 @@ def _unobserved(seconds: float, work: str) -> None:
     """No-op."""
 
 
+def _unexpected(error: Exception) -> str:
+    """For owners of tasks. The text of the error may have paths and addresses: see _tell_delay."""
+    return f"unexpected error ({type(error).__name__}): see the log of the aggregator"
+
+
 class Workers:
     """Create and call it on the event loop; results are delivered there too."""
 
@@ -299,9 +304,9 @@ class Workers:
             )
         return self._callers[lane]
 
-    def _on_limit(self, lane: str, attempts: int, why: str) -> None:
+    def _on_limit(self, lane: str, attempts: int, why: str | None) -> None:
         task = lane.partition("/")[0]
-        if not why:
+        if why is None:
             self._thread_troubles.pop(lane).ends()
             if lane in self._threadless:
                 over = structs.replace(self._threadless.pop(lane), reason="")
@@ -342,13 +347,19 @@ class Workers:
     # -- on the threads -----------------------------------------------------------------------
 
     def _work(self, job: FoldJob | LoneJob) -> None:
-        if isinstance(job, FoldJob):
-            self._fold(job)
-        elif isinstance(job.work, GetOffers):
-            self._get_offers(job.work)
-        elif isinstance(job.work, Forget):
-            self._forget(job.work)
-        elif not self._work_alone(job):
+        is_over = True
+        try:
+            if isinstance(job, FoldJob):
+                self._fold(job)
+            elif isinstance(job.work, GetOffers):
+                self._get_offers(job.work)
+            elif isinstance(job.work, Forget):
+                self._shards.forget(job.work)
+            else:
+                is_over = self._work_alone(job)
+        except Exception as error:
+            self._lose(job.task, job.seq, error)
+        if not is_over:
             return  # it will be tried again
         with self._lock:
             self._order.done(job)
@@ -365,28 +376,17 @@ class Workers:
             offered = self._shards.get_offers(work)
         except Exception as error:
             logger.exception("cannot get offers for %s", work.config.task)
-            problem, manifest = str(error) or repr(error), work.config.manifest
+            problem, manifest = _unexpected(error), work.config.manifest
             offered = Offered(work.config.task, work.seq, problem=problem, manifest=manifest)
         self._call(self._deliver_all, [offered])
 
-    def _forget(self, work: Forget) -> None:
-        try:
-            self._shards.forget(work)
-        except Exception:
-            logger.exception("cannot tell the TSA to forget task %s", work.config.task)
-
     def _fold(self, job: FoldJob) -> None:
-        seq = job.given[0][0].seq
-        if self._is_lost(job.task, seq):
+        if self._is_lost(job.task, job.seq):
             for _, upload in job.given:
                 self._shards.release(upload)
             return
         began_at = perf_counter()
-        try:
-            results = self._shards.fold_all(job.given)
-        except Exception as error:
-            self._lose(job.task, seq, error)
-            return
+        results = self._shards.fold_all(job.given)
         answered = [folded for folded in results if not folded.is_unanswered]
         refused = sum(folded.refused is not None for folded in answered)
         with self._lock:
@@ -414,8 +414,6 @@ class Workers:
             self._lose(job.task, job.seq, error)
         except (OSError, OperatorError) as error:
             return not self._will_try_again(job, error)
-        except Exception as error:
-            self._lose(job.task, job.seq, error)
         else:
             self._count(job)
             with self._lock:
@@ -521,13 +519,11 @@ class Workers:
         else:
             logger.error("work of %s failed unexpectedly", task, exc_info=error)
         if seq is None:
-            return  # undeleted blobs do no harm
+            return  # no harm is done if blobs are not deleted, or the TSA remembers a task
         with self._lock:
             self.counters.lost += 1
             is_known = self._lost.get(task) == seq
             self._lost[task] = seq
         if not is_known:
-            # As in _tell_delay: the text of any other error may have paths and addresses.
-            what = f"unexpected error ({type(error).__name__}): see the log of the aggregator"
-            reason = str(error) if isinstance(error, MissingBlob) else what
+            reason = str(error) if isinstance(error, MissingBlob) else _unexpected(error)
             self._call(self._deliver_all, [Lost(task, seq, reason)])

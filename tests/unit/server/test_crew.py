@@ -19,7 +19,8 @@ class Jobs:
 
     def __init__(self, most: int, life_s: float | None = None) -> None:
         self.waiting: deque[CrewJob] = deque()
-        self.told: list[tuple[int, str]] = []
+        self.told: list[tuple[int, str | None]] = []
+        self.search: Callable[[], object] = lambda: None
         self._lock = RLock()
         self.crew = Crew(
             "a-crew",
@@ -33,6 +34,7 @@ class Jobs:
         )
 
     def _find(self) -> CrewJob | None:
+        self.search()
         if not self.waiting:
             return None
         job = self.waiting.popleft()
@@ -114,10 +116,41 @@ def test_a_crew_without_threads_backs_off_until_one_starts(
         await done.wait()
         *tried, over = jobs.told
         assert tried == [(1 + number, "too many") for number in range(len(tried))]
-        assert over == (len(tried), "")
+        assert over == (len(tried), None)
         await jobs.ended()
 
     on_a_loop(test)
+
+
+def test_a_crew_lives_on_if_a_job_or_the_search_for_one_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    async def test() -> None:
+        jobs, done = Jobs(most=1), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        jobs.put(fail, partial(loop.call_soon_threadsafe, done.set))
+        await done.wait()
+        assert jobs.crew.size == 1
+        done.clear()
+        jobs.search = fail
+        jobs.put()
+        while jobs.crew.size:
+            await asyncio.sleep(0)
+        jobs.search = lambda: None
+        jobs.put(partial(loop.call_soon_threadsafe, done.set))
+        await done.wait()
+        jobs.search = fail
+        await jobs.ended()
+
+    on_a_loop(test)
+    messages = [record.message for record in caplog.records]
+    assert messages == [
+        "a job of a-crew failed unexpectedly",
+        "a thread of a-crew cannot find a job, and ends",
+    ]
 
 
 def test_the_back_off_is_limited_even_after_a_day() -> None:

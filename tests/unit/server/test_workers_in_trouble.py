@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+from typing import cast
 
 import pytest
 
+from papaya.aggregator.masked_sum import Tsa
 from papaya.aggregator.work import (
     Delayed,
     DeleteBlobs,
     Folded,
+    Forget,
+    GetOffers,
     Lost,
+    Offered,
     Restore,
     Restored,
     Snapshotted,
@@ -20,6 +25,7 @@ from papaya.messages.base import Message
 from papaya.messages.storage import Member, RecordRow
 from papaya.server.workers import TOLD_FROM
 from tests.unit.server.worker_builders import (
+    SECURE,
     SNAPSHOT,
     WORDS,
     CountingKernel,
@@ -202,6 +208,46 @@ def test_an_error_that_nobody_expected_is_told_and_the_thread_lives_on(
     assert [type(told) for told in driver.told] == [Lost, Restored, Folded, Snapshotted]
     assert the_sum(blobs, driver.of(Snapshotted)[0]) == [1, 2, 3, 4]
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_an_error_after_the_work_itself_is_reported_too() -> None:
+    """Closing must not wait for ever for work that has failed."""
+
+    async def test(driver: Driver) -> None:
+        def fail(seconds: float, work: str) -> None:
+            raise ZeroDivisionError(work)
+
+        driver.workers._observe = fail
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        await driver.until(Lost)
+        driver.workers.perform(Restore(WORDS, 1, (), ()))
+
+    driver = run(test, MemoryBlobs(WORDS))
+    reason = "unexpected error (ZeroDivisionError): see the log of the aggregator"
+    assert driver.told == 2 * [Lost("words", 1, reason)]
+
+
+def test_an_unexpected_error_of_the_tsa_is_reported_without_its_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Owners and viewers of tasks can read the problem."""
+
+    class BrokenTsa:
+        def offers(self, parameters: object, count: int) -> None:
+            raise ValueError("10.0.0.7: a secret address")
+
+        def forget(self, parameters: object) -> None:
+            raise ValueError("10.0.0.7: a secret address")
+
+    async def test(driver: Driver) -> None:
+        driver.workers.perform(GetOffers(SECURE, 1, 1))
+        driver.workers.perform(Forget(SECURE))
+
+    driver = run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, BrokenTsa()))
+    [offered] = driver.told
+    assert isinstance(offered, Offered)
+    assert offered.problem == "unexpected error (ValueError): see the log of the aggregator"
+    assert caplog.text.count("ValueError: 10.0.0.7") == 2
 
 
 def test_a_snapshot_of_sums_that_are_not_there_is_lost() -> None:
