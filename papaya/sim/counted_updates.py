@@ -6,7 +6,6 @@ checks it. So the arithmetic is left out, which saves time (docs/adr/0096).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 from papaya.aggregator.masked_sum import Tsa
@@ -51,22 +50,23 @@ class CountedUpdates(Shards):
     def __init__(self) -> None:
         super().__init__()
         # By task, sequence number and the version that they will become.
-        self._counted: defaultdict[tuple[TaskId, int], defaultdict[int, _Counted]] = defaultdict(
-            lambda: defaultdict(_Counted)
-        )
+        self._counted: dict[tuple[TaskId, int], dict[int, _Counted]] = {}
 
     def keep(self, work: Keep) -> None:
         """No-op: nobody reads the bytes."""
 
     def fold(self, work: Fold, shard: int | None = None) -> Folded:
         task, target = work.config.task, work.target
-        self._counted[task, work.seq][target].add(work.session, work.examples)
+        buffers = self._counted.setdefault((task, work.seq), {})
+        if target not in buffers:
+            buffers[target] = _Counted()
+        buffers[target].add(work.session, work.examples)
         return Folded(task, work.seq, target, work.session)
 
     def snapshot(self, work: Snapshot) -> tuple[Snapshotted, NewBlobs]:
-        sums = []
+        buffers, sums = self._counted[work.task, work.seq], []
         for target in work.targets:
-            found = self._counted[work.task, work.seq][target]
+            found = buffers[target]
             blob = f"{work.task}/{work.seq}/sum-{target}-{len(found.sessions)}"
             sums.append(Sum(target, blob, tuple(found.sessions), float(found.examples)))
         return Snapshotted(work.task, work.seq, tuple(sums)), [(each.blob, b"") for each in sums]
@@ -80,9 +80,9 @@ class CountedUpdates(Shards):
         return Stepped(task, work.seq, version, *made), [(key, b"") for key in made]
 
     def restore(self, work: Restore, read: ReadBlob) -> None:
-        buffers = self._counted[work.config.task, work.seq]
-        buffers.clear()
-        buffers.update((record.target, _Counted(record.members)) for record in work.records)
+        self._counted[work.config.task, work.seq] = {
+            record.target: _Counted(record.members) for record in work.records
+        }
 
     def drop(self, work: Drop) -> None:
         if work.session is None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from papaya.aggregator.work import Fold, Snapshot
 from papaya.config import (
     Aggregation,
     AsyncFL,
@@ -19,7 +20,7 @@ from papaya.config import (
 from papaya.messages.selection import Capabilities
 from papaya.sim.behaviour import Behaviour
 from papaya.sim.cluster import Cluster, ClusterConfig, DeviceKind
-from papaya.sim.counted_updates import WithoutModel, behaviour_without_model
+from papaya.sim.counted_updates import CountedUpdates, WithoutModel, behaviour_without_model
 from papaya.sim.population import PopulationConfig
 from papaya.study.trace import Recorder
 
@@ -56,6 +57,18 @@ def recorded(task: TaskConfig, behaviour: Behaviour) -> tuple[list[bytes], list[
 def test_the_trace_is_that_of_a_run_with_arithmetic(task: TaskConfig) -> None:
     assert isinstance(behaviour_without_model((task,)), WithoutModel)
     assert recorded(task, WithoutModel()) == recorded(task, Behaviour())
+
+
+def test_a_snapshot_of_updates_that_were_never_folded_fails() -> None:
+    """It would be a bug of the machine, so a recording must not go on with an empty sum."""
+    shards = CountedUpdates()
+    with pytest.raises(KeyError):
+        shards.snapshot(Snapshot("words", 1, (7,)))
+    shards.fold(Fold(a_task(), 1, 7, "a", 20, 0))
+    snapshotted, _ = shards.snapshot(Snapshot("words", 1, (7,)))
+    assert [(each.sessions, each.weight) for each in snapshotted.sums] == [(("a",), 20.0)]
+    with pytest.raises(KeyError):
+        shards.snapshot(Snapshot("words", 1, (7, 8)))
 
 
 def test_arithmetic_is_left_out_only_if_servers_do_not_look_at_numbers() -> None:
