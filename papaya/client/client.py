@@ -87,19 +87,10 @@ class Stage(Enum):
     OVER = "over"
 
 
-# Looking them up in the class takes longer.
-(
-    _CHECKING_IN,
-    _JOINING,
-    _DOWNLOADING,
-    _TRAINING,
-    _REPORTING,
-    _SEALING,
-    _UPLOADING,
-    _COMPLETING,
-    _OVER,
-) = tuple(Stage)
-_WORKING = (_DOWNLOADING, _TRAINING, _SEALING)
+# Checked for every message. Python 3.11 takes longer to look them up in the class.
+_CHECKING_IN = Stage.CHECKING_IN
+_OVER = Stage.OVER
+_WORKING = (Stage.DOWNLOADING, Stage.TRAINING, Stage.SEALING)
 _NEVER = float("inf")
 _MIN_HEARTBEAT_S = 0.2
 
@@ -157,7 +148,6 @@ class Client:
         "_failures",
         "_heartbeat_at",
         "_heartbeat_attempt",
-        "_heartbeat_s",
         "_pending",
         "_pending_attempt",
         "_resend_at",
@@ -219,10 +209,8 @@ class Client:
         self._pending: Message | None = None
         self._pending_attempt = 0
         self._resend_at = _NEVER
-        # From the join to the end: when the next heartbeat is due, the interval, and the number of
-        # the last one.
+        # The next heartbeat, from the join to the end, and the number of the last one.
         self._heartbeat_at = _NEVER
-        self._heartbeat_s = _NEVER
         self._heartbeat_attempt = 0
 
         # The trained update, masked once it is sealed, and how many examples it comes from.
@@ -270,7 +258,7 @@ class Client:
 
     def _on_stop(self) -> Effects:
         """Leave. If a join is unanswered, wait first: only its answer has the ticket to leave."""
-        if self.stage is _JOINING and self._pending_attempt and not self._stopping:
+        if self.stage is Stage.JOINING and self._pending_attempt and not self._stopping:
             self._stopping = True
             return []
         return self._leave("stopped", "stopped")
@@ -360,11 +348,12 @@ class Client:
         self._failures = 0
 
     def _send_heartbeat(self, now: float) -> SendRequest:
+        assert self.joined is not None
         self._attempt += 1
         self._heartbeat_attempt = self._attempt
-        self._heartbeat_at = now + self._heartbeat_s
-        to = self._selectors[self._selector]
-        return SendRequest(to, self._attempt, Heartbeat(self._ticket))
+        self._heartbeat_at = now + max(_MIN_HEARTBEAT_S, self.joined.heartbeat_s)
+        heartbeat = Heartbeat(self._ticket)
+        return SendRequest(self._server_for(heartbeat), self._attempt, heartbeat)
 
     def _retry_heartbeat(self, now: float, after_s: float) -> Effects:
         """Retry before the next heartbeat is due: a new holder adopts clients only for a while."""
@@ -393,7 +382,7 @@ class Client:
                 return self._leave_direct_path(now, "refused")
             case Refused():
                 return self._finish("refused", answer.reason)
-            case Completed() if self.stage in (_UPLOADING, _COMPLETING):
+            case Completed() if self.stage in (Stage.UPLOADING, Stage.COMPLETING):
                 ending: Ending = "counted" if answer.discarded is None else "discarded"
                 return self._finish(ending, answer.discarded or "")
             case Retry() if is_heartbeat:
@@ -423,7 +412,7 @@ class Client:
             self.task = accepted.task
             effects = [self._goodbye(accepted.ticket, "no_program")]
             return effects + self._finish("unprepared", accepted.bundle)
-        self.stage = _JOINING
+        self.stage = Stage.JOINING
         self._stage_ends = now + self._config.give_up_s
         self._ticket = accepted.ticket
         self.task = accepted.task
@@ -449,23 +438,22 @@ class Client:
                 RememberDeclined(name, now) for name in declined if self.history.decline(now, name)
             ]
             return [*remembered, *self._leave("gave_up", "declined", detail)]
-        self.stage = _DOWNLOADING
+        self.stage = Stage.DOWNLOADING
         self._stage_ends = now + joined.training_timeout_s
         self._heartbeat_at = now + joined.heartbeat_s
-        self._heartbeat_s = max(_MIN_HEARTBEAT_S, joined.heartbeat_s)
         return [Download(joined.parameters, joined.model_length)]
 
     def _on_downloaded(self) -> Effects:
         assert self.joined is not None
-        assert self.stage is _DOWNLOADING
-        self.stage = _TRAINING
+        assert self.stage is Stage.DOWNLOADING
+        self.stage = Stage.TRAINING
         joined, timeout_s = self.joined, self.joined.training_timeout_s
         return [Train(joined.task, joined.session, joined.parameters, timeout_s, joined.evaluates)]
 
     def _on_trained(self, now: float, trained: Trained) -> Effects:
         assert self.joined is not None
-        assert self.stage is _TRAINING
-        self.stage = _REPORTING
+        assert self.stage is Stage.TRAINING
+        self.stage = Stage.REPORTING
         self._stage_ends += self.joined.heartbeat_s
         self._update = memoryview(trained.update)
         if not trained.update or trained.examples < 1:
@@ -488,7 +476,7 @@ class Client:
         if granted.secure is None:
             detail = "the server sent no offer of a TSA for a secure task"
             return self._leave("failed", "protocol", detail)
-        self.stage = _SEALING
+        self.stage = Stage.SEALING
         joined, update = self.joined, bytes(self._update)
         return [
             Seal(
@@ -503,7 +491,7 @@ class Client:
 
     def _on_sealed(self, now: float, sealed: Sealed) -> Effects:
         """The update leaves the device only in this masked form."""
-        assert self.stage is _SEALING
+        assert self.stage is Stage.SEALING
         self._update, self._sealed = memoryview(sealed.update), sealed.sealed
         return self._upload(now)
 
@@ -534,9 +522,9 @@ class Client:
     def _send_next(self, now: float) -> Effects:
         self._answered()
         if not self._to_send:
-            self.stage = _COMPLETING
+            self.stage = Stage.COMPLETING
             return self._ask(now, Complete(self._ticket, self._upload_id, self._sealed))
-        self.stage = _UPLOADING
+        self.stage = Stage.UPLOADING
         index = self._to_send.pop(0)
         start = index * self._chunk_bytes
         data = bytes(self._update[start : start + self._chunk_bytes])
@@ -576,8 +564,8 @@ class Client:
 # The answer that leads on from each stage.
 _PROGRESS: dict[type, tuple[Stage, Callable[[Client, float, Any], Effects]]] = {
     Accepted: (_CHECKING_IN, Client._on_accepted),
-    Joined: (_JOINING, Client._on_joined),
-    UploadGranted: (_REPORTING, Client._on_granted),
-    ChunkReceived: (_UPLOADING, Client._on_chunk_received),
-    Incomplete: (_COMPLETING, Client._on_incomplete),
+    Joined: (Stage.JOINING, Client._on_joined),
+    UploadGranted: (Stage.REPORTING, Client._on_granted),
+    ChunkReceived: (Stage.UPLOADING, Client._on_chunk_received),
+    Incomplete: (Stage.COMPLETING, Client._on_incomplete),
 }

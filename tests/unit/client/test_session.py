@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
 from zlib import crc32
 
 import pytest
 
-from papaya.client.client import Stage
+from papaya.client.client import Client, Stage
 from papaya.client.history import Participated
 from papaya.client.work import (
     Answered,
@@ -292,14 +293,56 @@ def test_heartbeats_go_on_in_every_stage_with_the_newest_ticket(
     assert [beat.message for beat in phone.heartbeats] == [Heartbeat(ticket)] * 5
 
 
-def in_stage(stage: Stage) -> Phone:
-    if stage is not Stage.SEALING:
-        return Phone().until(stage)
-    phone = Phone().until(Stage.JOINING)
-    phone.answer(joined(secure=True))
-    phone.until(Stage.REPORTING)
-    phone.answer(SECURE_GRANT)
+def in_stage(stage: Stage, **config: Any) -> Phone:
+    phone = Phone(**config)
+    match stage:
+        case Stage.SEALING:
+            phone.until(Stage.JOINING).answer(joined(secure=True))
+            phone.until(Stage.REPORTING).answer(SECURE_GRANT)
+        case Stage.OVER:
+            phone.until(Stage.TRAINING).receive(WorkFailed("out_of_memory"))
+        case _:
+            phone.until(stage)
     return phone
+
+
+ASKING = [stage for stage in LIVE if stage not in WORKING]
+
+
+@pytest.mark.parametrize(
+    ("stage", "is_unanswered"),
+    [*((stage, False) for stage in Stage), *((stage, True) for stage in ASKING)],
+)
+def test_beat_does_what_wake_does_or_nothing(stage: Stage, is_unanswered: bool) -> None:
+    """Simulated devices call `beat`, and `wake` only if there is no heartbeat; real ones call only
+    `wake`.
+    """
+
+    def client() -> Client:
+        phone = in_stage(stage, request_timeout_s=15.0, backoff_s=60.0, max_backoff_s=60.0)
+        if is_unanswered:
+            phone.unanswered()  # the request of the stage is sent again within a minute
+        return phone.client
+
+    beats = 0
+    for half_seconds in range(600):
+        beating, waking, idle = client(), client(), client()
+        now = START + half_seconds / 2
+        heartbeat = beating.beat(now)
+        if heartbeat is None:
+            assert state_of(beating) == state_of(idle)
+        else:
+            assert [heartbeat] == waking.wake(now)
+            assert state_of(beating) == state_of(waking)
+            beats += 1
+    may_beat = stage not in (Stage.CHECKING_IN, Stage.JOINING, Stage.OVER)
+    assert (beats > 0) == may_beat
+
+
+def state_of(client: Client) -> dict[str, Any]:
+    found = {name: getattr(client, name) for name in Client.__slots__}
+    del found["_bundles"]  # has no state
+    return found | {"_rng": client._rng.getstate()}
 
 
 @pytest.mark.parametrize(
