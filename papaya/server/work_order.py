@@ -31,6 +31,8 @@ from papaya.messages.base import BlobKey, Message, TaskId
 
 TOGETHER: Final = 8  # streams that the compiled kernel reads at once
 
+_REQUESTS: Final = "/requests"  # names of tasks have no slash
+
 LoneWork = Snapshot | Restore | Step | Drop | DeleteBlobs | GetOffers | Forget
 
 
@@ -55,7 +57,7 @@ class LoneJob:
     def __init__(self, task: TaskId, work: LoneWork) -> None:
         self.task = task
         self.work = work
-        self.lane = f"{task}/requests" if isinstance(work, GetOffers | Forget) else task
+        self.lane = task + _REQUESTS if isinstance(work, GetOffers | Forget) else task
         self.attempts = 0
         self.result: Message | None = None
         self.unwritten: Sequence[tuple[BlobKey, bytes | Pieces]] = []
@@ -71,6 +73,10 @@ class LoneJob:
     @property
     def lets_folds_pass(self) -> bool:
         return isinstance(self.work, Step | DeleteBlobs)
+
+
+def task_of(lane: str) -> TaskId:
+    return lane.removesuffix(_REQUESTS)
 
 
 Given = tuple[Fold, UploadChunks] | LoneJob

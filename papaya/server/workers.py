@@ -62,7 +62,7 @@ from papaya.messages.base import BlobKey, Message, TaskId
 from papaya.server.buffers import BufferPool
 from papaya.server.crew import FIRST_RETRY_S, Crew, CrewJob, call_on, retry_delay_s
 from papaya.server.logs import Trouble
-from papaya.server.work_order import FoldJob, Given, LoneJob, WorkOrder
+from papaya.server.work_order import FoldJob, Given, LoneJob, WorkOrder, task_of
 
 logger = logging.getLogger("papaya.workers")
 
@@ -294,7 +294,7 @@ class Workers:
             self._callers = {k: crew for k, crew in self._callers.items() if crew.is_in_use}
             self._callers[lane] = Crew(
                 f"papaya-tsa-{lane}",
-                self._callers_size,
+                self._callers_size if lane == task_of(lane) else 1,  # requests take turns
                 partial(self._find_for_tsa, lane),
                 self._lock,
                 self._loop,
@@ -305,7 +305,7 @@ class Workers:
         return self._callers[lane]
 
     def _on_limit(self, lane: str, attempts: int, why: str | None) -> None:
-        task = lane.partition("/")[0]
+        task = task_of(lane)
         if why is None:
             self._thread_troubles.pop(lane).ends()
             if lane in self._threadless:

@@ -381,6 +381,20 @@ def test_tasks_of_another_tsa_do_not_wait_for_a_frozen_one() -> None:
     run(test, MemoryBlobs(WORDS), threads, tsa=cast(Tsa, tsa))
 
 
+def test_requests_of_a_task_have_one_thread() -> None:
+    """They run one after the other."""
+    tsa, requests = FrozenTsa(), 5
+    tsa.may_answer.set()
+
+    async def test(driver: Driver) -> None:
+        for _ in range(requests):
+            driver.workers.perform(GetOffers(SECURE, 1, 1))
+        await driver.until(Offered, requests)
+        assert len(worker_threads("papaya-tsa")) == 1
+
+    run(test, MemoryBlobs(WORDS), 4, tsa=cast(Tsa, tsa))
+
+
 def test_threads_of_a_secure_task_end_when_it_has_no_work_and_start_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
