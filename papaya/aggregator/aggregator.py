@@ -243,7 +243,7 @@ class Aggregator:
         if held.delayed_because and isinstance(
             message, Snapshotted | Stepped | StepFailed | Restored | Lost
         ):
-            held.delayed_because = ""  # storage has answered
+            held.delays["blobs"] = ""  # storage has answered
         match message:
             case Folded():
                 return held.queue.on_folded(now, message)
@@ -256,7 +256,7 @@ class Aggregator:
             case Lost():
                 return held.on_lost(message)
             case Delayed():
-                held.delayed_because = message.reason
+                held.delays[message.cause] = message.reason
                 return []
             case Restored():
                 return held.on_restored(now)

@@ -108,8 +108,8 @@ class HeldTask:
         # Why the task is halted, for the owner; empty while it is not. A report also calls a task
         # halted while its blobs or its TSA have a problem, but then the phase does not change.
         self.halted_because = ""
-        # Why its sums or versions cannot be read or written for now; empty while they can.
-        self.delayed_because = ""
+        # Why its work is delayed for now, by cause; empty reasons are over.
+        self.delays: dict[str, str] = {}
 
         # Active clients, and how ended sessions ended.
         self.sessions = Sessions(server.dead_after_s)
@@ -328,6 +328,11 @@ class HeldTask:
             awaited=slots.awaited if is_adopting else 0,
             endings=tuple((name, n) for name, n in self.counters.items() if is_reported(name)),
         )
+
+    @property
+    def delayed_because(self) -> str:
+        """Why blobs cannot be read or written, or no thread can start, for now; may be empty."""
+        return next(filter(None, self.delays.values()), "")
 
     @property
     def problem(self) -> str:

@@ -11,13 +11,15 @@
     DeleteBlobs  delete blobs that no row names any more
 
 Any of them may return Lost if a blob is missing. While a blob cannot be read or written, the driver
-tries again, and returns Delayed after each attempt. The driver runs the work on threads (`server`)
-or in virtual time (`sim`); both use `shards.py` for the arithmetic. The work of one task runs in
-the order given. The key of a blob starts with `task/seq/`, so an earlier holder cannot delete what
-a later one wrote.
+tries again, and returns Delayed from the third attempt on that fails. The driver runs the work on
+threads (`server`) or in virtual time (`sim`); both use `shards.py` for the arithmetic. The work of
+one task runs in the order given. The key of a blob starts with `task/seq/`, so an earlier holder
+cannot delete what a later one wrote.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from papaya.config import TaskConfig
 from papaya.machine import Effect
@@ -188,13 +190,14 @@ class Lost(Message, frozen=True):
 
 class Delayed(Message, frozen=True):
     """A blob cannot be read or written, for example because the disk is full, or no thread can
-    start. The driver tries again. The result of this work, Lost, or an empty reason means that the
-    delay is over. Owners and viewers can read the reason.
+    start. The driver tries again. An empty reason means that the delay is over. If blobs are the
+    cause, the result of the work or Lost means the same. Owners and viewers can read the reason.
     """
 
     task: TaskId
     seq: int
     reason: str
+    cause: Literal["blobs", "threads"] = "blobs"
 
 
 class Arriving(Message, frozen=True):

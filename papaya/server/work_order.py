@@ -171,11 +171,11 @@ class WorkOrder:
         found = self._lanes.get(lane)
         return found is not None and found.head(for_tsa=for_tsa) is not None
 
-    def waiting_seq(self, lane: str) -> int | None:
-        """The sequence number of the work that waits in this lane; None if it has none."""
-        found = self._lanes.get(lane)
-        head = None if found is None else found.head(for_tsa=True)
-        return head[0].seq if isinstance(head, tuple) else head.seq if head else None
+    def newest_seq(self, lane: str) -> int:
+        """The highest sequence number of the work in this lane; 0 if there is none."""
+        found = self._lanes.get(lane, _Lane())
+        works = [given if isinstance(given, LoneJob) else given[0] for given in found.waiting]
+        return max((work.seq or 0 for work in (*works, found.lone) if work is not None), default=0)
 
     def take(self, lane: str, *, for_tsa: bool) -> FoldJob | LoneJob | None:
         """The next job of this lane, if it may run now. Call `done` or `again` with it later."""

@@ -37,7 +37,7 @@ from threading import Lock, RLock
 from time import perf_counter
 from typing import Final, Protocol
 
-from msgspec import Struct, structs
+from msgspec import Struct, field
 
 from papaya.aggregator.masked_sum import Tsa
 from papaya.aggregator.shards import Pieces, Shards
@@ -101,6 +101,15 @@ class Counters(Struct):
     written_bytes: int = 0
     storage_errors: int = 0
     lost: int = 0
+
+
+class _Threadless(Struct):
+    """A secure task for which no thread can start."""
+
+    trouble: Trouble
+    lanes: set[str] = field(default_factory=set)
+    is_lasting: bool = False  # TOLD_FROM attempts have failed
+    seq: int = 0  # the newest one that the machine was told about
 
 
 class FreeShards:
@@ -172,12 +181,10 @@ class Workers:
         )
         self._callers: dict[str, Crew] = {}
         self._callers_size = min(threads, TSA_THREADS)
-        # What the machine was told of lanes for which no thread can start.
-        self._threadless: dict[str, Delayed] = {}
+        self._threadless: dict[TaskId, _Threadless] = {}
         self._lost: dict[TaskId, int] = {}
-        # Trouble that has not ended: of the blobs of a task, and of the threads of a lane.
+        # Trouble with the blobs of a task that has not ended.
         self._troubles: dict[TaskId, Trouble] = {}
-        self._thread_troubles: dict[str, Trouble] = {}
         self._is_closing = False
         self._retries: dict[LoneJob, asyncio.TimerHandle] = {}  # used on the loop only
         self._idle = asyncio.Event()
@@ -196,7 +203,7 @@ class Workers:
         without details; empty if there is none.
         """
         with self._lock:
-            threadless = (delayed.task for delayed in self._threadless.values())
+            threadless = (task for task, found in self._threadless.items() if found.is_lasting)
             task = next(threadless, None)
             return self._order.problem or (
                 "" if task is None else f"no thread can start for task {task}"
@@ -306,18 +313,25 @@ class Workers:
 
     def _on_limit(self, lane: str, attempts: int, why: str | None) -> None:
         task = task_of(lane)
+        found = self._threadless.setdefault(task, _Threadless(Trouble("threads", task)))
         if why is None:
-            self._thread_troubles.pop(lane).ends()
-            if lane in self._threadless:
-                over = structs.replace(self._threadless.pop(lane), reason="")
-                self._call(self._deliver_all, [over])
+            found.lanes.remove(lane)
+            if not found.lanes:
+                del self._threadless[task]
+                found.trouble.ends()
+                self._tell_threads(task, found.seq, "")
             return
-        self._thread_troubles.setdefault(lane, Trouble("threads", task)).begins(why)
-        seq = self._order.waiting_seq(lane)
-        if attempts >= TOLD_FROM and seq is not None:
+        found.lanes.add(lane)
+        found.trouble.begins(why)
+        if attempts >= TOLD_FROM:
+            found.is_lasting = True
+            found.seq = max(found.seq, self._order.newest_seq(lane))
             reason = "no thread can start for this task: its aggregator is at a limit on threads"
-            self._threadless[lane] = Delayed(task, seq, reason)
-            self._call(self._deliver_all, [self._threadless[lane]])
+            self._tell_threads(task, found.seq, reason)
+
+    def _tell_threads(self, task: TaskId, seq: int, reason: str) -> None:
+        if seq:
+            self._call(self._deliver_all, [Delayed(task, seq, reason, "threads")])
 
     def _find_in_the_clear(self) -> CrewJob | None:
         for lane in self._order:

@@ -135,6 +135,25 @@ def test_a_report_says_that_blobs_cannot_be_written_until_they_can() -> None:
     assert world.recorded() == ["s1"]
 
 
+def test_a_delay_ends_with_its_own_cause() -> None:
+    world, node = a_world(an_async_task(2))
+    [phone] = world.joined(node, 1)
+    node.hold(Snapshot)
+    phone.upload(1)
+    world.pass_s(1)
+    blobs, threads = "blobs cannot be written", "no thread can start"
+    node.receive(Delayed("words", 1, blobs))
+    node.receive(Delayed("words", 1, threads, "threads"))
+    node.receive(Delayed("words", 1, "", "threads"))
+    assert node.held().problem == blobs
+    node.receive(Delayed("words", 1, threads, "threads"))
+    node.release()
+    assert world.recorded() == ["s1"]
+    assert node.held().problem == threads
+    node.receive(Delayed("words", 1, "", "threads"))
+    assert node.held().problem == ""
+
+
 def test_a_task_that_cannot_be_loaded_is_reported_with_the_clients_of_earlier_holders() -> None:
     """A successor must keep room for them, even if this holder never serves the task."""
     world = World(an_async_task(2))

@@ -14,6 +14,7 @@ from papaya.aggregator.masked_sum import Tsa, TsaError
 from papaya.aggregator.work import Delayed, Folded, Forget, GetOffers, Offered, Restore, Restored
 from papaya.messages.base import BlobKey, TaskId
 from papaya.server import workers
+from papaya.server.workers import TOLD_FROM
 from tests.unit.server.worker_builders import (
     OTHER,
     PATIENCE_S,
@@ -113,8 +114,8 @@ def test_updates_of_a_secure_task_wait_until_its_first_thread_can_start(
     assert sorted(sessions(driver)) == ["a", "b", "c"]
     reason = "no thread can start for this task: its aggregator is at a limit on threads"
     *delayed, over = driver.of(Delayed)
-    assert set(delayed) == {Delayed("next-word", 1, reason)}
-    assert over == Delayed("next-word", 1, "")
+    assert set(delayed) == {Delayed("next-word", 1, reason, "threads")}
+    assert over == Delayed("next-word", 1, "", "threads")
     events = [record.message for record in caplog.records if record.name == "papaya"]
     assert len(events) == 2
     assert events[0] == 'threads_refused task=next-word why="can\'t start new thread"'
@@ -183,7 +184,7 @@ def test_requests_for_offers_wait_until_their_thread_can_start(limit: ThreadLimi
         driver.workers.perform(GetOffers(SECURE, 1, 1))
         driver.workers.perform(Forget(SECURE))
         await limit.refused(2)
-        assert driver.told == []
+        assert driver.of(Offered) == []
         limit.is_reached = False
         await driver.until(Offered)
         assert await asyncio.to_thread(tsa.is_told_to_forget.wait, PATIENCE_S)
@@ -191,6 +192,65 @@ def test_requests_for_offers_wait_until_their_thread_can_start(limit: ThreadLimi
         await driver.until(Offered, 2)
 
     run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, tsa))
+
+
+def test_a_task_waits_for_a_thread_until_all_its_kinds_of_work_have_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Updates and requests have different threads."""
+    refused, start = {"papaya-tsa-next-word", "papaya-tsa-next-word/requests"}, Thread.start
+
+    def start_others(thread: Thread) -> None:
+        if thread.name in refused:
+            raise RuntimeError  # without a text
+        start(thread)
+
+    monkeypatch.setattr(Thread, "start", start_others)
+
+    async def test(driver: Driver) -> None:
+        driver.fold(SECURE, "a", UPDATE)
+        driver.workers.perform(GetOffers(SECURE, 1, 1))
+        await driver.until(Delayed, 4)
+        refused.remove("papaya-tsa-next-word")
+        await driver.until(Folded)
+        assert [told for told in driver.of(Delayed) if not told.reason] == []
+        assert driver.workers.problem == "no thread can start for task next-word"
+        refused.clear()
+        await driver.until(Offered)
+
+    with caplog.at_level(logging.INFO):
+        driver = run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, PausedTsa()))
+    overs = [told for told in driver.of(Delayed) if not told.reason]
+    assert overs == [Delayed("next-word", 1, "", "threads")]
+    events = [record.message for record in caplog.records if record.name == "papaya"]
+    assert [event.split()[0] for event in events] == ["threads_refused", "threads_started"]
+
+
+def test_a_task_that_only_has_to_be_forgotten_waits_for_a_thread_too(limit: ThreadLimit) -> None:
+    async def test(driver: Driver) -> None:
+        limit.is_reached = True
+        driver.workers.perform(Forget(SECURE))
+        await limit.refused(TOLD_FROM)
+        assert driver.workers.problem == "no thread can start for task next-word"
+
+    assert run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, PausedTsa())).told == []
+
+
+def test_the_newest_holder_of_a_task_is_told_that_it_waits_for_a_thread(
+    limit: ThreadLimit,
+) -> None:
+    """Work for earlier holders may be at the head."""
+
+    async def test(driver: Driver) -> None:
+        limit.is_reached = True
+        driver.fold(SECURE, "a", UPDATE)
+        driver.workers.perform(Restore(SECURE, 2, (), ()))
+        await driver.until(Delayed)
+        limit.is_reached = False
+        await driver.until(Restored)
+
+    driver = run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, PausedTsa()))
+    assert {told.seq for told in driver.of(Delayed)} == {2}
 
 
 def test_closing_finishes_the_work_of_secure_tasks_without_their_threads(
