@@ -302,6 +302,9 @@ class Shards:
         self._release = release
         self._uploads: dict[tuple[TaskId, SessionId], UploadChunks] = {}
         self._buffers: dict[tuple[TaskId, int], dict[int, _BufferSum | _BufferUpdates]] = {}
+        # The mean of a step by its target, until the step is done. If the step is tried again after
+        # an error of storage, the TSA is not asked again.
+        self._means: dict[tuple[TaskId, int], dict[int, parameters.Vector]] = {}
         self._spares = _Spares(shards, lock)
         self._guard = lock()
 
@@ -461,6 +464,8 @@ class Shards:
         """`read_part`: None reads whole blobs. An error of storage is raised, to be tried again."""
         made = self._step(work, read, read_part or _part_of(read))
         self._forget_buffer(work)
+        with self._guard:
+            self._means.pop((work.config.task, work.seq), None)
         return made
 
     def _step(
@@ -468,16 +473,22 @@ class Shards:
     ) -> tuple[Stepped | StepFailed, NewBlobs]:
         config, task, version = work.config, work.config.task, work.record.target
         optimizer = server_optimizer(config.optimizer)
-        try:
-            total = self._total(work, read, read_part)
-        except ConfigError as error:
-            return StepFailed(task, work.seq, str(error)), []
-        try:
-            mean = self._mean(work, total)
-        except OperatorError as error:
-            return StepFailed(task, work.seq, str(error)), []
-        except (TsaError, Implausible) as error:
-            return _unchanged(work, error), []
+        mean = self._means.get((task, work.seq), {}).get(version)
+        if mean is None:
+            try:
+                total = self._total(work, read, read_part)
+            except ConfigError as error:
+                return StepFailed(task, work.seq, str(error)), []
+            try:
+                mean = self._mean(work, total)
+            except OperatorError as error:
+                return StepFailed(task, work.seq, str(error)), []
+            except (TsaError, Implausible) as error:
+                return _unchanged(work, error), []
+            del total
+            with self._guard:
+                self._means[task, work.seq] = {version: mean}
+            self._forget_buffer(work)
         # Not before the TSA has answered: many tasks may wait for one TSA, each with a model. Steps
         # in the clear need no place, because their threads are few.
         is_secure = config.secure_aggregation is not None
@@ -563,6 +574,7 @@ class Shards:
     def drop_sums(self, task: TaskId, seq: int) -> None:
         with self._guard:
             self._buffers.pop((task, seq), None)
+            self._means.pop((task, seq), None)
 
     def drop(self, work: Drop) -> None:
         self.drop_uploads(work.task, work.session)

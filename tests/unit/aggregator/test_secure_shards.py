@@ -230,6 +230,39 @@ def test_steps_that_wait_for_the_tsa_hold_no_model(monkeypatch: pytest.MonkeyPat
     assert held.total() == 0
 
 
+def test_a_step_that_is_tried_again_after_an_error_of_storage_asks_the_tsa_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A release takes long, and keeps the one thread of the TSA busy."""
+    aggregation, asked = Aggregation(a_secure_task(1)), 0
+    release = aggregation.tsa.release
+
+    def released(*arguments: Any) -> None:
+        nonlocal asked
+        asked += 1
+        release(*arguments)
+
+    def away(key: BlobKey) -> bytes:
+        if key == aggregation.optimizer:
+            raise OSError(5, "Input/output error")
+        return aggregation.blobs[key]
+
+    monkeypatch.setattr(aggregation.tsa, "release", released)
+    aggregation.fold("a", aggregation.seal("a", 3.0))
+    record = aggregation.record()
+    work = Step(aggregation.config, SEQ, aggregation.base, aggregation.optimizer, record)
+    for _ in range(3):
+        with pytest.raises(OSError, match="Input"):
+            aggregation.shards.step(work, away)
+    assert aggregation.version(record) == pytest.approx([3, 0, 0, 0], abs=1e-4)
+    assert asked == 1
+    with pytest.raises(OSError, match="Input"):
+        aggregation.shards.step(work, away)
+    aggregation.restore(record)
+    assert aggregation.version(record) == pytest.approx([3, 0, 0, 0], abs=1e-4)
+    assert asked == 3, "a restore drops the mean"
+
+
 def test_restored_from_a_record_the_step_gives_the_same_bytes() -> None:
     """A crash between the release and the commit: the TSA says the same again."""
     aggregation = Aggregation(a_secure_task(2))
