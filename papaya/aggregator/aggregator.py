@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import get_args
 
-from papaya.aggregator.held_task import HeldTask, TaskPhase
+from papaya.aggregator.held_task import SERVING, HeldTask, TaskPhase
 from papaya.aggregator.upload import UploadMemory
 from papaya.aggregator.work import (
     Arriving,
@@ -36,9 +35,6 @@ from papaya.messages.events import ServerEvent
 from papaya.messages.participation import Alive, Heartbeat, Refused, Retry, Ticketed
 from papaya.messages.storage import FenceRow, Revoked, Rows, TaskRow, Transacted, task_key
 from papaya.messages.tickets import Keyring, claim_of
-
-_TICKETED = frozenset(get_args(Ticketed))  # faster than `isinstance`
-_SERVING = TaskPhase.SERVING  # looking it up in the class takes longer
 
 
 class Aggregator:
@@ -81,7 +77,6 @@ class Aggregator:
         self.led_at = now
 
         self._config = config
-        self._heartbeat_s = config.heartbeat_s
         self._keyring = keyring
         self._coordinators = tuple(coordinators)
         self._upload_url = upload_url
@@ -111,9 +106,8 @@ class Aggregator:
         if type(message) is Heartbeat and self.touch(now, message):
             return [Reply(reply_to, Alive())]
         self._listen(now)
-        if type(message) in _TICKETED:
-            effects = self._on_request(now, message, reply_to)  # type: ignore[arg-type]
-            return self._finish(now, effects)
+        if isinstance(message, Ticketed):
+            return self._finish(now, self._on_request(now, message, reply_to))
         match message:
             case (
                 Folded()
@@ -147,7 +141,7 @@ class Aggregator:
         self._woken_at = now
         effects: Effects = []
         for held in self.tasks.values():
-            if held.phase is _SERVING and held.next_wake() <= now:
+            if held.phase is SERVING and held.next_wake() <= now:
                 effects += held.wake(now)
         if now >= self._next_beat:
             effects += self._beat(now)
@@ -183,10 +177,8 @@ class Aggregator:
 
     def _listen(self, now: float) -> None:
         """After a stop of the process, requests of clients wait to be read."""
-        last, self._now = self._now, now
-        if now - last < self._heartbeat_s:
-            return
-        stop_s = stopped_s(last, now, self._heartbeat_s)
+        stop_s = stopped_s(self._now, now, self._config.heartbeat_s)
+        self._now = now
         if stop_s > 0:
             self._memory.extend(stop_s)
             for held in self.tasks.values():
@@ -212,7 +204,7 @@ class Aggregator:
         except TicketError:
             return False
         held = self.tasks.get(claim.task)
-        if held is None or held.phase is not _SERVING or held.must_wake(now):
+        if held is None or held.phase is not SERVING or held.must_wake(now):
             return False
         return held.participants.touch(now, heartbeat.ticket, claim)
 
@@ -222,7 +214,7 @@ class Aggregator:
         except TicketError as error:
             return [Reply(reply_to, Refused(str(error), error.hint))]
         held = self.tasks.get(claim.task)
-        if held is None or held.phase is not _SERVING:
+        if held is None or held.phase is not SERVING:
             after_s = min(1.0, self._config.heartbeat_s / 4)  # a successor may hold it already
             reason = "this aggregator does not hold the task" if held is None else held.phase.value
             return [Reply(reply_to, Retry(reason, after_s, elsewhere=True))]
@@ -240,9 +232,7 @@ class Aggregator:
         held = self.tasks.get(message.task)
         if held is None or held.fence.seq != message.seq:
             return []
-        if held.delayed_because and isinstance(
-            message, Snapshotted | Stepped | StepFailed | Restored | Lost
-        ):
+        if isinstance(message, Snapshotted | Stepped | StepFailed | Restored | Lost):
             held.delays["blobs"] = ""  # storage has answered
         match message:
             case Folded():
@@ -402,7 +392,7 @@ class Aggregator:
         effects: Effects = []
         for held in self.tasks.values():
             held.sessions.forget(now)
-            if held.phase is _SERVING:
+            if held.phase is SERVING:
                 effects += held.queue.free_waiting(now)
             elif held.phase is TaskPhase.HALTED:
                 effects += held.load()  # the owner may have changed the rows

@@ -77,7 +77,7 @@ class TaskPhase(Enum):
     STOPPED = "the task is held by another aggregator"
 
 
-_SERVING = TaskPhase.SERVING  # looking it up in the class takes longer
+SERVING = TaskPhase.SERVING  # Python 3.11 takes longer to look it up in the class
 
 
 class HeldTask:
@@ -175,10 +175,10 @@ class HeldTask:
     def awaits(self, token: int) -> bool:
         if self.phase is TaskPhase.LOADING:
             return token == self._read_token
-        return self.phase is _SERVING and token == self.pipeline.token
+        return self.phase is SERVING and token == self.pipeline.token
 
     def on_rows(self, rows: Rows) -> Effects:
-        if self.phase is _SERVING:
+        if self.phase is SERVING:
             return self.pipeline.on_rows(dict(rows.rows)) or self.load()
         ledger = Ledger.read(self.task, self.fence, dict(rows.rows))
         if ledger is None:
@@ -206,7 +206,7 @@ class HeldTask:
         return [*effects, *deleted, self.pipeline.restore()]
 
     def on_restored(self, now: float) -> Effects:
-        self.phase = _SERVING
+        self.phase = SERVING
         if not self.has_served:
             self._events.taken(self.ledger)
         if self.halted_because:
@@ -242,13 +242,13 @@ class HeldTask:
             self.requests.draining = Draining.DROPS_UPLOADS
         elif self.requests.draining is None:
             self.requests.draining = Draining.FINISHES_UPLOADS
-        if not drops_uploads or self.phase is not _SERVING:
+        if not drops_uploads or self.phase is not SERVING:
             return []
         return self.queue.drop_unfinished()
 
     def record_now(self, now: float) -> Effects:
         """Commit what is folded without waiting for more of it."""
-        return self.pipeline.flush(now) if self.phase is _SERVING else []
+        return self.pipeline.flush(now) if self.phase is SERVING else []
 
     @property
     def is_drained(self) -> bool:
@@ -260,7 +260,7 @@ class HeldTask:
         draining = self.requests.draining
         if draining is None or self.phase is TaskPhase.LOADING:
             return False
-        if self.phase is not _SERVING:
+        if self.phase is not SERVING:
             return True
         may_finish = draining is Draining.FINISHES_UPLOADS
         waits = may_finish and bool(self.pipeline.kept_places)
@@ -279,7 +279,7 @@ class HeldTask:
     def revoke(self, devices: tuple[str, ...]) -> Effects:
         """These devices, and no others, may not take part."""
         self.participants.revoked_devices = devices
-        if self.phase is not _SERVING:
+        if self.phase is not SERVING:
             return []
         return [*self.participants.end_revoked(), *self.queue.place_waiting()]
 
@@ -297,7 +297,7 @@ class HeldTask:
         """The demand to report: without the room that is kept for clients of earlier holders, and
         zero while those that are here wait for the TSA, or would when they report.
         """
-        if self.phase is not _SERVING or self.requests.draining is not None:
+        if self.phase is not SERVING or self.requests.draining is not None:
             return 0
         if self.offers is not None and (
             self.queue.waits_for_tsa
@@ -353,7 +353,7 @@ class HeldTask:
             return []
         self.slots.may_want_more |= self.offers.current.is_away or self.offers.current.are_refused
         self.offers.on_offered(now, message, self.pipeline)
-        if self.phase is not _SERVING:
+        if self.phase is not SERVING:
             return []
         return [*self.pipeline.pump(now), *self.queue.refill_offers(now)]
 
@@ -446,7 +446,7 @@ class HeldTask:
         ]
 
     def next_wake(self) -> float:
-        if self.phase is not _SERVING:
+        if self.phase is not SERVING:
             return _NEVER
         # Sweep deadlines together: most have moved or no longer matter when they are due.
         sweep = self._swept_at + self._sweep_s
@@ -461,7 +461,7 @@ class HeldTask:
         return due if self.pipeline.is_over else min(due, self.offers.next_wake())
 
     def check(self) -> None:
-        if self.phase is _SERVING:
+        if self.phase is SERVING:
             self.sessions.check(self.config.concurrency)
             self.pipeline.check()
             self.participants.check()

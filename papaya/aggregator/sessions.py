@@ -74,9 +74,7 @@ class Session:
         "claim",
         "id",
         "kept_until",
-        "manifest",
         "offer",
-        "pseudonym",
         "sealed",
         "sealed_seed",
         "seed_group",
@@ -85,12 +83,13 @@ class Session:
         "upload",
         "upload_sealed",
         "upload_ticket",
-        "version",
     )
 
     def __init__(self, ticket: SessionTicket | UploadTicket, sealed: bytes, now: float) -> None:
         self.id = ticket.session
-        self.use(ticket, sealed)
+        # The ticket from the join, and its sealed bytes; empty if only an upload ticket was shown.
+        self.ticket = ticket
+        self.sealed = sealed
         # The time of the last request, or since when requests are read again.
         self.seen_at = now
         # The ticket from the report, and its sealed bytes.
@@ -109,15 +108,18 @@ class Session:
         # Requests that wait for the outcome of the update.
         self.answer_to: list[Handle] = []
 
-    def use(self, ticket: SessionTicket | UploadTicket, sealed: bytes) -> None:
-        # The ticket from the join, and its sealed bytes; empty if only an upload ticket was shown.
-        self.ticket = ticket
-        self.sealed = sealed
-        # Copied from the ticket: the initial version, the device, and the digest of the signed
-        # manifest under which the client trains.
-        self.version = ticket.version
-        self.pseudonym = ticket.pseudonym
-        self.manifest = ticket.manifest
+    @property
+    def version(self) -> int:
+        return self.ticket.version
+
+    @property
+    def pseudonym(self) -> bytes:
+        return self.ticket.pseudonym
+
+    @property
+    def manifest(self) -> bytes:
+        """The digest of the signed manifest under which the client trains."""
+        return self.ticket.manifest
 
     @property
     def is_training(self) -> bool:
@@ -174,12 +176,9 @@ class Session:
 
     def deadline(self, dead_after_s: float) -> float:
         """When the session expires. A complete update does not: it only awaits its commit."""
-        # No properties here, because this is called several times for each client.
-        upload, reported = self.upload, self.upload_ticket
-        if upload is not None and upload.is_folding:
+        if self.is_complete:
             return _NEVER
-        ends = self.ticket.expires if reported is None else reported.upload_by
-        silent = self.seen_at + dead_after_s
+        ends, silent = self._ends, self.seen_at + dead_after_s
         if self.kept_until > ends:
             ends = self.kept_until
         return silent if silent < ends else ends
@@ -240,7 +239,7 @@ class Sessions:
         A duplicate of the join may have reached this holder and started a newer version.
         """
         self._forget_training(session)
-        session.use(ticket, sealed)
+        session.ticket, session.sealed = ticket, sealed
         session.kept_until = max(session.kept_until, ticket.kept_until)
         self._training.setdefault(session.version, {})[session.id] = session
         self.refile(session)

@@ -18,7 +18,7 @@ _MAX_REPORTED_CLASSES = 256
 class HeldCheckIn:
     """A device that waits for an assignment. `device` is empty without an identity."""
 
-    __slots__ = ("deadline", "device", "device_class", "handle", "queue")
+    __slots__ = ("deadline", "device", "device_class", "handle")
 
     def __init__(
         self, deadline: float, device_class: DeviceClass, handle: Handle, device: str
@@ -27,8 +27,6 @@ class HeldCheckIn:
         self.device_class = device_class
         self.handle = handle
         self.device = device
-        # The queue of its device class, while it is held.
-        self.queue: Queue
 
 
 # Held check-ins by their handle, oldest first. Not a dict: finding the first entry of a dict takes
@@ -66,18 +64,18 @@ class HeldCheckIns:
         if waiting.device:
             self._by_device[waiting.device] = waiting
         queue = self._by_class.get(waiting.device_class)
-        is_first = queue is None
-        if queue is None:
-            queue = self._by_class[waiting.device_class] = OrderedDict()
-        queue[waiting.handle] = waiting
-        waiting.queue = queue
-        return is_first
+        if queue is not None:
+            queue[waiting.handle] = waiting
+            return False
+        self._by_class[waiting.device_class] = OrderedDict(((waiting.handle, waiting),))
+        return True
 
     def let_go(self, waiting: HeldCheckIn) -> None:
         """Stop holding a check-in that is being answered, or whose device has hung up."""
         del self.in_order[waiting.handle]
-        del waiting.queue[waiting.handle]
-        if not waiting.queue:
+        queue = self._by_class[waiting.device_class]
+        del queue[waiting.handle]
+        if not queue:
             del self._by_class[waiting.device_class]
         if waiting.device:
             del self._by_device[waiting.device]

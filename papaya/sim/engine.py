@@ -54,20 +54,20 @@ class Engine:
 
     def __init__(self) -> None:
         self.now = 0.0
-        # All events before `heap_ends` are in the heap, all others in `_later`.
-        self.heap: list[_Event] = []
-        self.heap_ends = 0.0
+        # All events before `_heap_ends` are in the heap, all others in `_later`.
+        self._heap: list[_Event] = []
+        self._heap_ends = 0.0
         self._later: dict[int, list[_Event]] = {}
         self._later_count = 0
         # The keys of `_later`, as a heap.
         self._slots: list[int] = []
         # The ticket of the event that was scheduled last.
-        self.ticket = 0
+        self._ticket = 0
 
     @property
     def events(self) -> int:
         """How many have run, or begun to."""
-        return self.ticket - len(self.heap) - self._later_count
+        return self._ticket - len(self._heap) - self._later_count
 
     def at(self, time: float, handler: Callable[..., None], *arguments: Any) -> None:
         self.call_at(time, handler, arguments)
@@ -79,14 +79,18 @@ class Engine:
         self, time: float, handler: Callable[..., None], arguments: tuple[Any, ...]
     ) -> None:
         """`at` for a caller that has the arguments as a tuple."""
-        self.ticket += 1
-        event = (time, self.ticket, handler, arguments)
-        if time < self.heap_ends:
-            heappush(self.heap, event)
+        self._ticket += 1
+        event = (time, self._ticket, handler, arguments)
+        if time < self._heap_ends:
+            heappush(self._heap, event)
         else:
-            self.put_off(event)
+            self._put_off(event)
 
-    def put_off(self, event: _Event) -> None:
+    def skip(self) -> None:
+        """Count an event that would do nothing as one that has run."""
+        self._ticket += 1
+
+    def _put_off(self, event: _Event) -> None:
         slot = int(event[0] * _SLOTS_PER_S)
         self._later_count += 1
         found = self._later.get(slot)
@@ -101,15 +105,15 @@ class Engine:
         if not self._slots or self._slots[0] > until * _SLOTS_PER_S:
             return False
         slot = heappop(self._slots)
-        self.heap_ends = (slot + 1) / _SLOTS_PER_S
-        self.heap += self._later.pop(slot)
-        self._later_count -= len(self.heap)
-        heapify(self.heap)
+        self._heap_ends = (slot + 1) / _SLOTS_PER_S
+        self._heap += self._later.pop(slot)
+        self._later_count -= len(self._heap)
+        heapify(self._heap)
         return True
 
     def run(self, until: float, stop: Callable[[], bool] | None = None) -> None:
         """Run every event up to `until`; `stop` is asked before each one."""
-        heap = self.heap
+        heap = self._heap
         with rare_garbage_collection():
             while (heap or self._has_next_slot(until)) and heap[0][0] <= until:
                 if stop is not None and stop():

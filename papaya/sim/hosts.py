@@ -30,7 +30,7 @@ from papaya.aggregator.work import (
 from papaya.errors import InvariantError, MissingBlob, ProtocolError
 from papaya.machine import Effects, Forward, Handle, Log, Machine, Read, Reply, Send, Transact
 from papaya.messages.base import Message, NodeId
-from papaya.messages.participation import Heartbeat
+from papaya.messages.participation import Heartbeat, Ticketed
 from papaya.messages.storage import Outcome, Row, Rows, Transacted
 from papaya.selector.selector import Selector
 
@@ -61,13 +61,10 @@ class SimulatedHost:
         self.machine: Machine
         self._make = make
         self._engine = cluster.engine
-        self._network = cluster.network
         self.carry = cluster.network.carry
         self._after_event = cluster.hooks.after_event
         self._armed_for = float("inf")
         self._paused: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
-        # It runs and no observer looks at messages, so those that change nothing may be left out.
-        self._may_shorten = False
         self._carry_out: dict[type, Callable[[Any], None]] = {
             Send: self._send,
             Reply: self._reply,
@@ -82,7 +79,6 @@ class SimulatedHost:
     def start(self, clock_ahead_s: float = 0.0) -> None:
         self.boots += 1
         self.is_alive = True
-        self._may_shorten = self.cluster.may_shorten
         self._paused = self._suspended_at = None
         self._armed_for = float("inf")
         self.was_ahead = False
@@ -114,13 +110,12 @@ class SimulatedHost:
         self.cluster.clocks_were_right &= ahead_s == 0.0
 
     def crash(self) -> None:
-        self.is_alive = self._may_shorten = False
+        self.is_alive = False
         self._paused = None
 
     def pause(self) -> None:
         if self.is_alive and self._paused is None:
             self._paused = []
-            self._may_shorten = False
 
     def resume(self) -> None:
         if self._paused is not None:
@@ -129,7 +124,6 @@ class SimulatedHost:
                 self._set_clock(self.clock_ahead_s - slept_s)
                 self._suspended_at = None
             waiting, self._paused = self._paused, None
-            self._may_shorten = self.cluster.may_shorten
             for handler, arguments in waiting:
                 handler(*arguments)
             self._armed_for = float("inf")
@@ -153,6 +147,11 @@ class SimulatedHost:
     def take(self, request: Message, path: Path) -> None:
         """A request of a device arrives."""
         self.deliver(request, path)
+
+    @property
+    def _may_shorten(self) -> bool:
+        """It runs and no observer looks at messages: those that change nothing may be left out."""
+        return self.cluster.may_shorten and self.is_alive and self._paused is None
 
     def perform(self, effects: Effects) -> None:
         carry_out = self._carry_out
@@ -245,10 +244,13 @@ class SimulatedSelectorHost(SimulatedHost):
     machine: Selector
 
     def take(self, request: Message, path: Path) -> None:
-        if not self._may_shorten or (target := self.machine.route(request)) is None:
-            self.deliver(request, path)
-            return
-        self.carry(self.node, target, 1, self.cluster.hosts[target].take, request, path)
+        if isinstance(request, Ticketed) and self._may_shorten:
+            target = self.machine.route(request)
+            if target is not None:
+                receive = self.cluster.hosts[target].take
+                self.carry(self.node, target, 1, receive, request, path)
+                return
+        self.deliver(request, path)
 
 
 class SimulatedAggregatorHost(SimulatedHost):
@@ -284,9 +286,8 @@ class SimulatedAggregatorHost(SimulatedHost):
     def take(self, request: Message, path: Path) -> None:
         """Takes a shortcut for heartbeats: a client does nothing when it gets `Alive`."""
         if type(request) is Heartbeat and self._may_shorten:
-            network = self._network
-            now = self._engine.now + self.clock_ahead_s
-            if network.is_clear and self.machine.touch(now, request):
+            network = self.cluster.network
+            if network.is_clear and self.machine.touch(self.now, request):
                 network.skip()
                 return
         self.deliver(request, path)

@@ -8,7 +8,6 @@ that into loss.
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heappush
 from random import Random
 from typing import Any
 
@@ -33,26 +32,19 @@ class Network:
         self._random = rng.random
         self.config = config
         self._cut: list[tuple[frozenset[NodeId], frozenset[NodeId]]] = []
-        # True if every message arrives exactly once.
-        self.is_clear = True
         self.use(config)
 
     def use(self, config: NetworkConfig) -> None:
         self.config = config
+        self._is_clean = config.loss == 0 and config.duplication == 0
         self._least_s = config.delay_s * (1 - config.jitter)
         self._spread_s = 2 * config.delay_s * config.jitter
-        self._look()
-
-    def _look(self) -> None:
-        self.is_clear = not (self.config.loss or self.config.duplication or self._cut)
 
     def partition(self, one: frozenset[NodeId], other: frozenset[NodeId]) -> None:
         self._cut.append((one, other))
-        self._look()
 
     def heal(self) -> None:
         self._cut.clear()
-        self._look()
 
     def reaches(self, source: NodeId, target: NodeId) -> bool:
         return not any(
@@ -60,12 +52,17 @@ class Network:
             for one, other in self._cut
         )
 
+    @property
+    def is_clear(self) -> bool:
+        """Every message arrives once."""
+        return self._is_clean and not self._cut
+
     def skip(self) -> None:
         """In a clear network, instead of carrying a message whose arrival changes nothing: later
         messages take as long as if it had been carried.
         """
         self._random()
-        self._engine.ticket += 1  # as if an event had run
+        self._engine.skip()
 
     def carry(
         self,
@@ -77,15 +74,8 @@ class Network:
     ) -> None:
         engine = self._engine
         delay_s = hops * (self._least_s + self._spread_s * self._random())
-        if self.is_clear:
-            # `engine.call_at`, inlined for speed, because most events are messages.
-            time = engine.now + delay_s
-            engine.ticket += 1
-            event = (time, engine.ticket, handler, arguments)
-            if time < engine.heap_ends:
-                heappush(engine.heap, event)
-            else:
-                engine.put_off(event)
+        if self._is_clean and not self._cut:
+            engine.call_at(engine.now + delay_s, handler, arguments)
             return
         if not self.reaches(source, target) or self._random() < hops * self.config.loss:
             return

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, NamedTuple, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -201,9 +200,9 @@ class Block:
 
     def __iter__(self) -> Iterator[Visit]:
         columns = (self.device, self.participation, self.examples, self.execution_s, self.latency_s)
-        drops_at = [None if point != point else point for point in self.drops_at.tolist()]  # NaN
+        drops_at = [None if math.isnan(point) else point for point in self.drops_at.tolist()]
         rows = zip(*(column.tolist() for column in columns), drops_at, strict=True)
-        return map(partial(tuple.__new__, Visit), rows)  # faster than `Visit._make`
+        return map(Visit._make, rows)
 
 
 class Population:
