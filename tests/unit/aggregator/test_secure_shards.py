@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from random import Random
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 
 from papaya.aggregator.masked_sum import MaskedSum
 from papaya.aggregator.shards import NewBlobs, Shards, _Spares, initial_blobs
-from papaya.aggregator.work import Fold, Folded, GetOffers, Restore, Snapshot, Step, Stepped
+from papaya.aggregator.work import (
+    Fold,
+    Folded,
+    GetOffers,
+    Restore,
+    Snapshot,
+    Step,
+    Stepped,
+)
 from papaya.client.work import Seal, Sealed
 from papaya.config import Requirements, TaskConfig
 from papaya.learning import parameters
@@ -27,11 +35,13 @@ from papaya.messages.base import BlobKey
 from papaya.messages.participation import SecureOffer
 from papaya.messages.storage import Member, RecordRow, VersionRow
 from papaya.secagg.words import RING_16, WORD
+from papaya.server.workers import FreeShards
 from papaya.sim.tsa_twin import TsaTwin, sealed
 from tests.unit.aggregator.builders import MODEL_LENGTH, TASK
 from tests.unit.aggregator.secure_builders import CLIP, MAX_EXAMPLES, STEP, a_secure_task, mean_of
 
 SEQ, TARGET = 1, 1
+PATIENCE_S = 60.0
 ABC = (("a", 1.0), ("b", 2.0), ("c", 6.0))
 
 
@@ -228,6 +238,44 @@ def test_steps_that_wait_for_the_tsa_hold_no_model(monkeypatch: pytest.MonkeyPat
     models = 2 * [("model", 1, 0)]
     assert seen == [("sum", 0, 0), ("release", 0, 0), *models, ("decode", 1, 1)]
     assert held.total() == 0
+
+
+def test_no_more_threads_than_shards_apply_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks, shards, guard, all_try = 3, FreeShards(1), Lock(), Event()
+    decode, tries, now, most = parameters.decode, 0, 0, 0
+
+    @contextmanager
+    def take_shard() -> Iterator[int]:
+        nonlocal tries
+        with guard:
+            tries += 1
+            if tries == tasks + 1:  # a step takes one twice: for the mean, then for the model
+                all_try.set()
+        with shards() as number:
+            yield number
+
+    def decode_when_all_try(data: bytes, length: int) -> Vector:
+        nonlocal now, most
+        with guard:
+            now += 1
+            most = max(most, now)
+        assert all_try.wait(PATIENCE_S)
+        found = decode(data, length)
+        with guard:
+            now -= 1
+        return found
+
+    def step(aggregation: Aggregation) -> Stepped:
+        aggregation.shards = Shards(tsa=aggregation.tsa.adapter, take_shard=take_shard)
+        aggregation.fold("a", aggregation.seal("a", 3.0))
+        return aggregation.step(aggregation.record())[0]
+
+    monkeypatch.setattr(parameters, "decode", decode_when_all_try)
+    aggregations = [Aggregation(a_secure_task(1)) for _ in range(tasks)]
+    with ThreadPoolExecutor(tasks) as threads:
+        stepped = list(threads.map(step, aggregations))
+    assert [found.dropped for found in stepped] == tasks * [""]
+    assert most == 1
 
 
 def test_a_step_that_is_tried_again_after_an_error_of_storage_asks_the_tsa_once(
