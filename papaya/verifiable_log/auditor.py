@@ -6,7 +6,9 @@
 The audit reads the log through the same `LogReader` as a device. The caller passes the build
 function; it raises `CannotBuild` if it cannot run here, and `NoSource` if the source does not
 contain the record's revision. Hardware measurements are not checked here and are reported as `not
-done`. If the log is unreachable, the step that reads it is `not done`, and the audit ends.
+done`. If the log is unreachable, the step that reads it is `not done`, and the audit ends. The
+same holds if there is no checkpoint, even if one is remembered: a wrong address looks the same. A
+missing tile is `failed`, because a signed checkpoint implies it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Literal, TypeAlias
 
 from papaya.verifiable_log.anchor import AuditAnchor, decode_entry
 from papaya.verifiable_log.checkpoint import LogPolicy
-from papaya.verifiable_log.errors import LogError, LogSourceUnreachable
+from papaya.verifiable_log.errors import LogError, LogSourceUnreachable, NoCheckpoint
 from papaya.verifiable_log.reader import LogReader
 from papaya.verifiable_log.record import Record
 
@@ -70,6 +72,10 @@ def audit(
         checkpoint = reader.refresh(now)
     except LogSourceUnreachable as error:
         yield AuditStep("checkpoint", "not done", str(error))
+        return
+    except NoCheckpoint as error:
+        before = f"; the remembered one has size {old_size}" if known else ""
+        yield AuditStep("checkpoint", "not done", f"{error}{before}")
         return
     except LogError as error:
         yield AuditStep("checkpoint", "failed", str(error))

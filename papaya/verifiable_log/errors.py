@@ -5,6 +5,7 @@
     ├── SignatureError
     ├── LogSourceUnreachable    not evidence against the log
     ├── MissingFile
+    │   └── NoCheckpoint        not evidence against the log: the address may be wrong
     ├── RollbackError
     └── ForkError
 
@@ -32,6 +33,10 @@ class LogSourceUnreachable(LogError):
 
 class MissingFile(LogError):
     """The log does not serve a file that its checkpoint implies."""
+
+
+class NoCheckpoint(MissingFile):
+    """There is no checkpoint at the address, so nothing that the log has signed was read."""
 
 
 class RollbackError(LogError):

@@ -25,6 +25,8 @@ from papaya.verifiable_log.checkpoint import (
 from papaya.verifiable_log.errors import (
     ForkError,
     LogError,
+    MissingFile,
+    NoCheckpoint,
     ProofError,
     RollbackError,
 )
@@ -95,7 +97,10 @@ class LogReader:
 
     def refresh(self, now: float) -> Checkpoint:
         """Accept the log's current checkpoint; on an error the old one is kept."""
-        note = self._fetch(CHECKPOINT)
+        try:
+            note = self._fetch(CHECKPOINT)
+        except MissingFile as error:
+            raise NoCheckpoint(str(error)) from error
         fresh = open_checkpoint(note[: MAX_NOTE_BYTES + 1], self._policy, now)
         if fresh.size == 0 and fresh.root != EMPTY_ROOT:
             raise LogError("the log is empty, but its root is not that of an empty tree")

@@ -2,7 +2,8 @@
 
 A log is a folder or an HTTP address, and both are read in the same way. The public key is required,
 because nothing in a log can be trusted without it. A log whose signatures, proofs or records are
-wrong is an error of the peer (exit code 3); a log that cannot be reached is not (exit code 2).
+wrong is an error of the peer (exit code 3); a log that cannot be reached, or an address without a
+checkpoint, is not (exit code 2).
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from papaya.cli.output import FormatOptions, positive, whole
 from papaya.credentials.tls import client_context
 from papaya.errors import OperatorError, ProtocolError
 from papaya.verifiable_log.checkpoint import MAX_COSIGNATURE_AGE_S, LogPolicy
-from papaya.verifiable_log.errors import LogError, LogSourceUnreachable, MissingFile
+from papaya.verifiable_log.errors import (
+    LogError,
+    LogSourceUnreachable,
+    MissingFile,
+    NoCheckpoint,
+)
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import SignerKey, VerifierKey
 from papaya.verifiable_log.over_http import over_http
@@ -35,7 +41,10 @@ class LogRefused(ProtocolError):
 class LogUnreachable(OperatorError):
     """A log could not be read, which says nothing about its contents."""
 
-    default_hint = "check the address and the network; the log itself was not checked"
+    default_hint = (
+        "check the address and the network: a log has a file LOG/checkpoint and a folder LOG/tile; "
+        "the log itself was not checked"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,11 +171,8 @@ def refusals() -> Iterator[None]:
     """Turn errors of a log into errors of the command line."""
     try:
         yield
-    except LogSourceUnreachable as error:
+    except (LogSourceUnreachable, NoCheckpoint) as error:
         raise LogUnreachable(str(error)) from error
-    except MissingFile as error:
-        hint = "check the address: a log has a file LOG/checkpoint and a folder LOG/tile"
-        raise LogRefused(str(error), hint=hint) from error
     except LogError as error:
         raise LogRefused(str(error)) from error
 

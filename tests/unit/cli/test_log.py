@@ -232,9 +232,23 @@ def test_a_log_that_cannot_be_read_is_no_reason_to_distrust_it(world: World) -> 
 
 def test_a_folder_without_a_log_is_told_from_a_log_that_lies(world: World) -> None:
     (world.folder / "empty").mkdir()
-    with pytest.raises(LogRefused) as caught:
+    with pytest.raises(LogUnreachable) as caught:
         world.out("log", "show", world.folder / "empty", "--log-key", world.log_key)
     assert "check the address" in caught.value.hint
+
+
+def test_a_wrong_address_accuses_nobody_even_if_the_log_was_seen_before(world: World) -> None:
+    world.append()
+    seen = world.folder / "seen"
+    world.read("verify", "--remember", seen)
+    with serving(world.log) as address:
+        for command in (("log", "verify"), ("audit",), ("audit", "--remember", seen)):
+            with pytest.raises(LogUnreachable, match="/logs/checkpoint does not exist") as caught:
+                world.out(*command, f"{address}/logs", "--log-key", world.log_key)
+            assert caught.value.exit_code == 2
+            assert "check the address" in caught.value.hint
+            assert "trust" not in caught.value.hint
+    assert "the remembered one has size 1" in world.captured.out
 
 
 def test_a_public_key_s_file_that_is_not_there_is_told(world: World) -> None:

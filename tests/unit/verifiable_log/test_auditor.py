@@ -16,6 +16,7 @@ from tests.unit.verifiable_log.builders import (
     NOW,
     POLICY,
     WITNESSES,
+    Served,
     a_log,
     a_reader,
     a_record,
@@ -74,6 +75,19 @@ def test_a_log_that_cannot_be_reached_has_not_failed(tmp_path: Path) -> None:
         steps = list(audit(fetching(reachable), POLICY, lambda record: Built(ARTIFACT), NOW))
         assert (steps[-1].name, steps[-1].outcome) == (last, "not done")
         assert not [step for step in steps if step.outcome == "failed"]
+
+
+def test_a_missing_checkpoint_is_not_done_but_a_missing_tile_fails(tmp_path: Path) -> None:
+    log = a_log(tmp_path, [a_record().encode()])
+    seen = a_reader(log)
+    seen.refresh(NOW)
+    log.append([a_record("ef" * 32).encode()], KEY)
+    served = Served(log)
+    for removed, outcome in (("checkpoint", "not done"), ("tile/0/000.p/2", "failed")):
+        served.removed = {removed}
+        reader = LogReader(served.fetch, POLICY, seen.remembered)
+        [step] = audit(reader, POLICY, lambda record: Built(ARTIFACT), NOW)
+        assert (step.name, step.outcome) == ("checkpoint", outcome)
 
 
 def test_a_build_that_cannot_be_tried_is_not_done(tmp_path: Path) -> None:
