@@ -172,7 +172,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "tsa_leaf": "Index of the TSA binary's record in the public log.",
         "log": "Folder of the public log, served at `/v1/log/`. None: `log` in the data "
         "folder, created when the child TSA is started.",
-        "fold_threads": "Number of threads of an aggregator that add updates or make versions at "
+        "fold_threads": "Number of threads of an aggregator that add updates or apply steps at "
         "the same time, each with its own intermediate aggregate. None: one per core that the "
         "process may use, by its CPU affinity and the quota of its cgroup.",
         "upload_memory_mb": "Memory for uploads under way. An upload begins when there is room for "

@@ -10,12 +10,12 @@
 `work_order.py` says which jobs may run, `crew.py` has the threads. As many threads as there are
 shards do the work in the clear. Folds and steps of secure tasks call the TSA, which may not answer
 for a while, so each secure task has threads of its own for them, and one more for its requests. No
-other task waits for these threads, neither tasks in the clear nor tasks of another TSA. They only
-wait for the TSA: to add up updates or to make a version, every thread takes a shard, and waits
-until one is free.
+other task waits for these threads, neither tasks in the clear nor tasks of another TSA. To add
+updates or to apply a step, every thread takes a shard, and waits until one is free. It holds none
+while it waits for the TSA or for a blob.
 
 If no thread can start for a secure task, its work waits, and the machine is told. While the server
-closes, the threads in the clear do this work.
+closes, the threads in the clear do this work, after their own.
 
 Writing a blob is retried until it succeeds, without blocking a thread. Delayed is delivered from
 the third attempt on that fails, and the result at the end. A missing blob or an unexpected error is
