@@ -26,7 +26,7 @@ from papaya.cli.output import (
 from papaya.credentials.token_files import SecretName, read, read_or_make
 from papaya.errors import OperatorError
 from papaya.server.admin.views import Revocation, Revoke, SystemStatus
-from papaya.server.auth import SignedTokens
+from papaya.server.auth import SignedTokens, check_device_id
 
 _DEFAULT_DATA = Path("papaya-data")
 _REVOCATIONS = "/admin/revocations"
@@ -72,7 +72,8 @@ def add_to(commands: Commands) -> None:
         help="create a token for one device or for many",
         description="Create a token for one device and print it. With --count, create tokens for "
         "the devices ID-1, ID-2, ... and print each device with its token, separated by a tab. "
-        'Servers accept them if their configuration has device_tokens = "signed".',
+        'Servers accept them if their configuration has device_tokens = "signed", and the device '
+        "is not revoked: to replace the token of a revoked device, use a new ID.",
     )
     make.add_argument(
         "--device", required=True, metavar="ID", help="name of the device: letters, digits, _ and -"
@@ -154,10 +155,14 @@ def run_show(options: TokenShowOptions) -> int:
 
 def run_revoke(options: TokenRevokeOptions) -> int:
     client = client_for(options)
+    status = client.get("/admin/status", SystemStatus)
+    if not options.undo:  # an id that an earlier version accepted can be undone
+        signs = status.signs_device_tokens
+        check_device_id(options.device, "papaya token revoke", is_signed=signs)
     change = Revoke(options.device, revoked=not options.undo, why=options.why)
     found = client.post(_REVOCATIONS, change, tuple[Revocation, ...])
     _print_revoked(options, found)
-    if not client.get("/admin/status", SystemStatus).identifies_devices:
+    if not status.identifies_devices:
         note(
             "warning: this has no effect: the servers' tokens do not identify devices. Set "
             'device_tokens = "signed" in their configuration, and give each device its own token: '

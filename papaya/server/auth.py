@@ -51,6 +51,7 @@ _SCHEME = "bearer "
 _DEVICE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAX_EXPIRES = 10**12 - 1  # as many digits as _SIGNED allows
 _SIGNED = re.compile(r"papaya1\.([A-Za-z0-9_-]{1,64})\.([1-9][0-9]{0,11})\.([A-Za-z0-9_-]{43})")
+_LIKE_SIGNED = re.compile(r"papaya1\.([A-Za-z0-9_-]{1,64})\.")  # also damaged or cut off
 
 
 class Undecided(Enum):
@@ -87,6 +88,20 @@ class SharedToken:
         return "" if self._secret.matches(token) else None
 
 
+def check_device_id(device: str, command: str, *, is_signed: bool = True) -> None:
+    """Refuse an id that no signed token has, and a token, also a part of one, without quoting it.
+
+    `command` takes the right id, for the hint. `is_signed`: a verifier of the operator's own may
+    use other ids.
+    """
+    if (token := _LIKE_SIGNED.search(device)) is not None:
+        raise OperatorError(
+            f"this is a token; the device is {token[1]}", hint=f"{command} {token[1]}"
+        )
+    if is_signed and _DEVICE_ID.fullmatch(device) is None:
+        raise OperatorError("invalid device id", hint="use 1 to 64 characters of A-Z a-z 0-9 _ -")
+
+
 class SignedTokens:
     """`papaya1.DEVICE.EXPIRES.MAC`: HMAC-SHA256 over all before the last dot, base64url.
 
@@ -98,11 +113,7 @@ class SignedTokens:
         self._now = now
 
     def make(self, device: str, days: float) -> Secret:
-        if _DEVICE_ID.fullmatch(device) is None:
-            raise OperatorError(
-                f"invalid device id: {device!r}",
-                hint="use 1 to 64 characters of A-Z a-z 0-9 _ -",
-            )
+        check_device_id(device, "papaya token make --device")
         signed = f"papaya1.{device}.{int(self._now() + days * DAY_S)}"
         token = f"{signed}.{self._mac(signed)}"
         if _SIGNED.fullmatch(token) is None:

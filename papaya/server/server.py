@@ -518,6 +518,7 @@ class Server:
             changed,
             server,
             identifies_devices=self.deployment.device_tokens not in ("shared", "none"),
+            signs_device_tokens=self.deployment.device_tokens == "signed",
             has_seen=self._has_seen,
             evidence=self._evidence,
             coordinators=self._names.coordinators(),

@@ -166,7 +166,9 @@ class AdminRoutes:
         revoke, set_quota = partial(accounts.revoke, service), partial(accounts.set_quota, service)
         return [
             self._get("/admin/revocations", lambda caller, exchange: service.revocations()),
-            self._change("revoke", "/admin/revocations", Revoke, self._revoke),
+            self._change(
+                "revoke", "/admin/revocations", Revoke, self._revoke, service.check_revocation
+            ),
             self._get("/admin/accounts", lambda caller, exchange: accounts.listed(service)),
             self._change("add-account", "/admin/accounts", NewAccount, self._add_account),
             self._change("revoke-account", f"{account}/revoke", RevokeAccount, revoke),
@@ -192,18 +194,33 @@ class AdminRoutes:
 
         return self._gate.route("GET", path, _with_body(handle))
 
-    def _change(self, action: str, path: str, kind: type[C], change: MakeChange[C]) -> HttpRoute:
-        return self._change_for(action, path, kind, lambda caller, *asked: change(*asked))
+    def _change(
+        self,
+        action: str,
+        path: str,
+        kind: type[C],
+        change: MakeChange[C],
+        check: Callable[[C], None] = lambda request: None,
+    ) -> HttpRoute:
+        return self._change_for(action, path, kind, lambda caller, *asked: change(*asked), check)
 
     def _change_for(
-        self, action: str, path: str, kind: type[C], change: MakeChangeFor[C]
+        self,
+        action: str,
+        path: str,
+        kind: type[C],
+        change: MakeChangeFor[C],
+        check: Callable[[C], None] = lambda request: None,
     ) -> HttpRoute:
+        """`check` raises before what is in the request is recorded."""
+
         def handle(caller: Caller, exchange: Exchange, body: bytes) -> None:
             async def attempt() -> object:
                 target = _target(exchange)
                 made = Attempt(caller.name, action, target)
                 try:
                     request = _parsed(body, kind)
+                    check(request)
                     made = _attempt(caller.name, action, target, request)
                     return await change(caller, target, request, made)
                 except Exception as error:

@@ -99,6 +99,7 @@ from papaya.server.admin.views import (
     TaskView,
     VersionView,
 )
+from papaya.server.auth import check_device_id
 from papaya.server.state_thread import AsyncState
 from papaya.server.ticket_keys import KEY_BYTES as TICKET_KEY_BYTES
 
@@ -123,11 +124,13 @@ class AdminService:
         server: ServerConfig,
         *,
         identifies_devices: bool = True,
+        signs_device_tokens: bool = False,
         has_seen: Callable[[str], bool | None] = lambda device: None,
         evidence: Callable[[], EvidenceView | None] = lambda: None,
         coordinators: tuple[NodeId, ...] = (),
     ) -> None:
-        """`has_seen`: whether a device has checked in here; None if this process cannot know.
+        """`signs_device_tokens`: device ids are those of tokens that `papaya token make` made.
+        `has_seen`: whether a device has checked in here; None if this process cannot know.
         `evidence`: what vouches for the TSA. `coordinators`: all that are configured.
         """
         self.state = state
@@ -141,6 +144,7 @@ class AdminService:
         self.max_members_mb = server.max_members_mb
         self._started = now()
         self.identifies_devices = identifies_devices
+        self.signs_device_tokens = signs_device_tokens
         self._has_seen = has_seen
         self._evidence = evidence
         self.coordinators = coordinators
@@ -219,6 +223,7 @@ class AdminService:
             clocks=self.live.clocks(),
             leader_admin=address.url if isinstance(address, AdminAddressRow) else "",
             identifies_devices=self.identifies_devices,
+            signs_device_tokens=self.signs_device_tokens,
             maintenance=under if isinstance(under, MaintenanceRow) else None,
             versions=await self.versions_of_servers((known.holder,) if known.holder else ()),
             evidence=self._evidence(),
@@ -384,6 +389,14 @@ class AdminService:
             for device, row in ((key.removeprefix(REVOKED), row) for key, row in rows.items())
             if isinstance(row, RevokedRow)
         )
+
+    def check_revocation(self, request: Revoke) -> None:
+        """Call it before anything of the request is recorded: the id may be a secret token. Such a
+        revocation of an earlier version can be undone.
+        """
+        if request.revoked:
+            signs = self.signs_device_tokens
+            check_device_id(request.device, "papaya token revoke", is_signed=signs)
 
     async def revoke(self, request: Revoke, attempt: Attempt) -> tuple[Revocation, ...]:
         """Repeating it changes nothing. Every server reads the rows once per heartbeat."""

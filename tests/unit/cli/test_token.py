@@ -86,6 +86,31 @@ def test_show_reveals_tokens_when_told_but_never_the_key(
     assert secrets["device.key"] not in out
 
 
+def test_a_token_or_an_id_of_no_token_cannot_be_revoked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("make", "--device", "phone-1", "--data", str(tmp_path))
+    made = capsys.readouterr().out.strip()
+    with admin_server(tmp_path) as server:
+        connection = ("--admin", server.url, "--token-file", str(tmp_path / "admin.token"))
+        server.system.service.signs_device_tokens = True
+        for wrong in (made, made[:-9], f"Bearer {made}"):
+            with pytest.raises(OperatorError) as refused:
+                papaya("token", "revoke", wrong, *connection)
+            assert str(refused.value) == "this is a token; the device is phone-1"
+            assert refused.value.hint.startswith("papaya token revoke ")
+            assert refused.value.hint.endswith(" phone-1")
+        for wrong in ("phone 1", made.removeprefix("papaya1.")):
+            with pytest.raises(OperatorError) as refused:
+                papaya("token", "revoke", wrong, *connection)
+            assert str(refused.value) == "invalid device id"
+        assert papaya("audit-trail", "show", *connection, "--format", "json") == 0
+        assert msgspec.json.decode(capsys.readouterr().out)["rows"] == [], "nothing was sent"
+    with pytest.raises(OperatorError, match="this is a token") as refused:
+        run("make", "--device", made, "--data", str(tmp_path))
+    assert refused.value.hint == "papaya token make --device phone-1"
+
+
 def test_a_device_is_revoked_listed_and_forgiven(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

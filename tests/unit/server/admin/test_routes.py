@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from papaya.messages.audit_trail import AuditRow, audit_key
 from papaya.messages.storage import PointRow
 from papaya.server.admin.routes import MAX_JSON_BYTES
 from papaya.server.admin.views import NewTask, ProblemBody, Stored, TaskView
@@ -88,6 +89,34 @@ def test_what_is_wrong_is_answered_with_an_error_and_a_hint(
     told = msgspec.json.decode(answer, type=ProblemBody)
     assert (found, problem in told.error) == (status, True), told
     assert told.hint
+
+
+def test_a_token_that_is_sent_as_a_device_id_is_recorded_nowhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    secret = "c9rk" * 10 + "c9r"
+    token = f"papaya1.phone-1.1802811773.{secret}"
+    with admin_server(tmp_path) as server:
+        server.system.service.signs_device_tokens = True
+        for number, (device, problem) in enumerate(
+            (
+                (token, "this is a token; the device is phone-1"),
+                (token.removeprefix("papaya1."), "invalid device id"),
+            ),
+            start=1,
+        ):
+            body = msgspec.json.encode({"device": device})
+            status, answer = ask(server, "POST", "/admin/revocations", body)
+            told = msgspec.json.decode(answer, type=ProblemBody)
+            assert (status, told.error) == (400, problem)
+            row = server.system.store.read((audit_key(number),))[audit_key(number)]
+            assert isinstance(row, AuditRow)
+            assert (row.attempt.action, row.result) == ("revoke", f"refused: {problem}")
+            assert secret not in repr(row) + answer.decode()
+        assert ask(server, "GET", "/admin/revocations") == (200, b"[]")
+    assert "refused: this is a token" in caplog.text
+    assert secret not in caplog.text
 
 
 def test_a_disk_that_takes_nothing_is_not_the_callers_fault(server: AdminServer) -> None:
