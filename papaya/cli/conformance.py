@@ -61,6 +61,7 @@ _STDERR = 2
 class ConformanceOptions(FormatOptions):
     command: tuple[str, ...] = ()
     scenario: tuple[str, ...] = ()
+    clear: bool = False
     heartbeat: float = 1.0
     patience: float = 120.0
     vectors: Path | None = None
@@ -82,11 +83,17 @@ def add_to(commands: Commands) -> None:
         metavar="COMMAND",
         help="command that makes one visit, started for each scenario; write it after --",
     )
-    parser.add_argument(
+    scenarios = parser.add_mutually_exclusive_group()
+    scenarios.add_argument(
         "--scenario",
         action="append",
         metavar="NAME",
         help="run only this scenario; may be repeated",
+    )
+    scenarios.add_argument(
+        "--clear",
+        action="store_true",
+        help="leave out the scenarios with secure aggregation, for clients without it",
     )
     parser.add_argument(
         "--heartbeat", type=positive, metavar="S", help="seconds between two heartbeats"
@@ -124,7 +131,7 @@ def _write_vectors(folder: Path) -> int:
 
 
 async def _play(options: ConformanceOptions) -> ConformanceReport:
-    scenarios = chosen(options.scenario)
+    scenarios = chosen(options.scenario, only_clear=options.clear)
     results: list[ScenarioResult] = []
     with tempfile.TemporaryDirectory(prefix="papaya-conformance-") as folder:
         async with opened_kit(Path(folder), options.heartbeat) as (kit, gateway):
@@ -240,9 +247,12 @@ async def _changes(gateway: Gateway, within_s: float) -> bool:
 def _summary(report: ConformanceReport) -> str:
     lines = []
     for result in report.results:
-        state = "broken" if result.broken else "kept"
-        if not result.requests:
+        if result.broken:
+            state = "broken"
+        elif not result.requests:
             state = "no request arrived"
+        else:
+            state = "kept" if result.is_exercised else "not exercised"
         lines.append(f"{result.scenario:<20}{state}")
         lines += [f"  {f.rule}: {f.detail}" for f in result.broken]
     lines.append("")

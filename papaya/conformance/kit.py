@@ -69,16 +69,26 @@ MakeVisit = Callable[[ClientSetup], Awaitable[None]]
 
 
 class ScenarioResult(Struct, frozen=True):
-    """`requests` counts what the client sent; with none, no rule was exercised."""
+    """`requests` counts what the client sent; with none, no rule was exercised.
+
+    `rules` are those that the scenario is for; every scenario exercises others as well.
+    """
 
     scenario: str
     explains: str
     requests: int
     findings: tuple[RuleFinding, ...]
+    rules: tuple[str, ...] = ()
 
     @property
     def broken(self) -> list[RuleFinding]:
         return [finding for finding in self.findings if not finding.kept]
+
+    @property
+    def is_exercised(self) -> bool:
+        """The client went as far as what the scenario is for."""
+        found = {finding.rule for finding in self.findings}
+        return self.requests > 0 and (not self.rules or not found.isdisjoint(self.rules))
 
 
 class ConformanceReport(Struct, frozen=True):
@@ -120,6 +130,7 @@ class ConformanceReport(Struct, frozen=True):
                     "scenario": result.scenario,
                     "explains": result.explains,
                     "requests": result.requests,
+                    "exercised": result.is_exercised,
                     "rules": [
                         {
                             "rule": finding.rule,
@@ -210,7 +221,9 @@ class Kit:
             if finding.rule not in findings or findings[finding.rule].kept:
                 findings[finding.rule] = finding
         seen = len(transcript.seen)
-        return ScenarioResult(scenario.name, scenario.explains, seen, tuple(findings.values()))
+        return ScenarioResult(
+            scenario.name, scenario.explains, seen, tuple(findings.values()), scenario.rules
+        )
 
     def _task_of(self, scenario: Scenario) -> TaskConfig:
         self._played += 1
@@ -285,11 +298,13 @@ async def opened_kit(folder: Path, heartbeat_s: float) -> AsyncIterator[tuple[Ki
             await kit.stop()
 
 
-def chosen(names: Sequence[str]) -> list[type[Scenario]]:
-    """The scenarios with these names; all without any."""
+def chosen(names: Sequence[str], *, only_clear: bool = False) -> list[type[Scenario]]:
+    """The scenarios with these names; without any, all, or all in the clear."""
     known = {scenario.name: scenario for scenario in SCENARIOS}
     if unknown := [name for name in names if name not in known]:
         raise OperatorError(
             f"unknown scenario: {unknown[0]}", hint=f"choose from: {', '.join(known)}"
         )
-    return [known[name] for name in names] if names else list(SCENARIOS)
+    if names:
+        return [known[name] for name in names]
+    return [scenario for scenario in SCENARIOS if not (only_clear and scenario.is_secure)]

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from papaya.attestation.policy import DevicePolicy
-from papaya.cli.conformance import _toml
+from papaya.cli.conformance import _summary, _toml
 from papaya.cli.main import main
+from papaya.conformance.judge import RuleFinding
+from papaya.conformance.kit import ConformanceReport, ScenarioResult, chosen
 from papaya.conformance.rules import PAGE, RULES
 from papaya.conformance.scenarios import SCENARIOS
 from papaya.conformance.vectors.vectors import all_vectors
@@ -126,6 +128,24 @@ def test_the_written_policy_is_the_policy_of_the_kit(tmp_path: Path) -> None:
     path = tmp_path / "policy.toml"
     path.write_text(_toml(policy))
     assert read_policy(path) == policy
+
+
+def test_a_scenario_that_the_client_left_before_its_fault_is_not_exercised() -> None:
+    message = RuleFinding("message", kept=True, detail="")
+    checked = RuleFinding("evidence", kept=True, detail="")
+    left = ScenarioResult("forged-quote", "", 3, (message,), ("evidence",))
+    caught = ScenarioResult("forged-leaf", "", 3, (message, checked), ("evidence",))
+    plain = ScenarioResult("plain", "", 3, (message,))
+    report = ConformanceReport((left, caught, plain))
+    states = [line.split()[1:] for line in _summary(report).splitlines()[:3]]
+    assert states == [["not", "exercised"], ["kept"], ["kept"]]
+    told = report.as_json()["scenarios"]
+    assert [scenario["exercised"] for scenario in told] == [False, True, True]
+
+
+def test_scenarios_with_secure_aggregation_can_be_left_out() -> None:
+    assert [kind.name for kind in chosen((), only_clear=True)] == CLEAR
+    assert len(CLEAR) < len(chosen(()))
 
 
 def test_an_unknown_scenario_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
