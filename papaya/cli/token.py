@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from papaya.cli.admin_client import ConnectionOptions, add_connection, add_reason, client_for
+from papaya.cli.admin_client import (
+    AdminClient,
+    ConnectionOptions,
+    add_connection,
+    add_reason,
+    client_for,
+)
 from papaya.cli.output import (
     Commands,
     FormatOptions,
@@ -156,7 +162,9 @@ def run_show(options: TokenShowOptions) -> int:
 def run_revoke(options: TokenRevokeOptions) -> int:
     client = client_for(options)
     status = client.get("/admin/status", SystemStatus)
-    if not options.undo:  # an id that an earlier version accepted can be undone
+    if options.undo:
+        _require_revoked(client, options.device)
+    else:
         signs = status.signs_device_tokens
         check_device_id(options.device, "papaya token revoke", is_signed=signs)
     change = Revoke(options.device, revoked=not options.undo, why=options.why)
@@ -177,6 +185,16 @@ def run_revoke(options: TokenRevokeOptions) -> int:
             "started; check the name: it is the one in the device's token"
         )
     return 0
+
+
+def _require_revoked(client: AdminClient, device: str) -> None:
+    """An earlier version accepted tokens and other wrong ids; these revocations can be undone."""
+    if any(each.device == device for each in client.get(_REVOCATIONS, tuple[Revocation, ...])):
+        return
+    check_device_id(device, "papaya token revoke --undo", is_signed=False)
+    raise OperatorError(
+        f"{device} is not revoked", hint="list the revoked devices: papaya token revoked"
+    )
 
 
 def run_revoked(options: ConnectionOptions) -> int:

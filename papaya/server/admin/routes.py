@@ -415,6 +415,8 @@ def _attempt(actor: str, action: str, target: str, request: Explained) -> Attemp
         target = request.config.task
     if isinstance(request, Revoke):
         target = request.device
+    if isinstance(request, Revoke | RevokeAccount) and not request.revoked:
+        action = f"undo-{action}"
     if isinstance(request, NewAccount):
         target = request.name
     return Attempt(actor, action, target, msgspec.json.encode(details).decode(), request.why)

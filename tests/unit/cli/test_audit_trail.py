@@ -58,7 +58,8 @@ def test_every_change_is_in_the_trail_with_its_reason(
     found = [" ".join(line.split()) for line in lines[table + 3 :]]  # without the submission
     assert len(found) == len(changes)
     for line, change in zip(found, changes, strict=True):
-        assert f"admin done {change[-1]} {change[1]} {change[2]}" in line
+        action = f"undo-{change[1]}" if "--undo" in change else change[1]
+        assert f"admin done {change[-1]} {action} {change[2]}" in line
     assert '{"version":0}' in found[2]
 
 

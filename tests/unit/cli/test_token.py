@@ -11,6 +11,7 @@ import pytest
 from papaya.cli import token
 from papaya.credentials.token_files import SecretName, read, read_or_make
 from papaya.errors import OperatorError
+from papaya.messages.storage import REVOKED, RevokedRow, Transaction, revoked_key
 from papaya.server.auth import SignedTokens
 from tests.unit.cli.admin_server import admin_server, papaya
 
@@ -111,6 +112,25 @@ def test_a_token_or_an_id_of_no_token_cannot_be_revoked(
     assert refused.value.hint == "papaya token make --device phone-1"
 
 
+def test_a_token_that_an_earlier_version_revoked_can_be_undone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("make", "--device", "phone-1", "--data", str(tmp_path))
+    made = capsys.readouterr().out.strip()
+    with admin_server(tmp_path) as server:
+        connection = ("--admin", server.url, "--token-file", str(tmp_path / "admin.token"))
+        undo = ("token", "revoke", made, "--undo", *connection)
+        server.system.service.signs_device_tokens = True
+        server.system.change(Transaction(put=((revoked_key(made), RevokedRow(1.0)),)))
+        assert papaya(*undo) == 0
+        assert server.system.store.read((REVOKED,)) == {}
+        with pytest.raises(
+            OperatorError, match="this is a token; the device is phone-1"
+        ) as refused:
+            papaya(*undo)
+        assert made not in str(refused.value) + refused.value.hint
+
+
 def test_a_device_is_revoked_listed_and_forgiven(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,7 +150,10 @@ def test_a_device_is_revoked_listed_and_forgiven(
         assert "a/b c" in out
         assert "phone-7" not in out
         assert "phone-7 may take part again" in err
-        assert revocations("revoke", "never-revoked", "--undo") == ["a/b c"]
+        with pytest.raises(OperatorError, match="never-revoked is not revoked") as refused:
+            papaya("token", "revoke", "never-revoked", "--undo", *connection)
+        assert "papaya token revoked" in refused.value.hint
+        assert revocations("revoked") == ["a/b c"]
         server.system.service._has_seen = lambda device: device == "known"
         for device, is_warned in (("known", False), ("unknown", True)):
             assert papaya("token", "revoke", device, *connection) == 0
