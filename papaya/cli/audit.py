@@ -122,6 +122,11 @@ def run(options: AuditOptions) -> int:
         print_json([asdict(step) for step in steps])
     else:
         print_data(_listed(steps))
+    if insecure := [str(step.index) for step in steps if step.insecure]:
+        note(
+            f"INSECURE: {plural(len(insecure), 'record')} for software evidence "
+            f"({', '.join(insecure)}): anyone can make it, so it proves nothing about hardware"
+        )
     if failed:
         hint = "do not trust this log, and publish what you found"
         raise ProtocolError(f"{plural(len(failed), 'step')} of the audit failed", hint=hint)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+import msgspec
+
 from papaya.cli.admin_client import ConnectionOptions, add_connection, client_for
 from papaya.cli.output import Commands, bind, note, plural, print_data, print_json, table
 from papaya.server.admin.views import SystemStatus, TaskView
@@ -28,7 +30,7 @@ def run(options: ConnectionOptions) -> int:
     status = client_for(options).get("/admin/status", SystemStatus)
     problems = trouble(status)
     if options.is_json:
-        print_json(status)
+        print_json(msgspec.to_builtins(status) | {"problems": problems})
     else:
         print_data(options.repeated(describe(status)))
     for problem in problems:

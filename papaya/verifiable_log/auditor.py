@@ -46,12 +46,17 @@ class Built:
 
 @dataclass(frozen=True)
 class AuditStep:
-    """One step of an audit; `index` is the record's, for steps about one record."""
+    """One step of an audit.
+
+    `index` is the record's, for steps about one record. `insecure`: the record accepts software
+    evidence, which anyone can make.
+    """
 
     name: str
     outcome: StepOutcome
     detail: str
     index: int | None = None
+    insecure: bool = False
 
 
 def audit(
@@ -120,8 +125,11 @@ def _audit_record(
         anchor = f"head {record.number}:{record.digest} of an audit trail"
         yield AuditStep("record", "passed", anchor, index)
         return
-    platforms = ", ".join(sorted(record.measurements))
-    yield AuditStep("record", "passed", f"revision {record.revision}, for {platforms}", index)
+    detail = f"revision {record.revision}, for {', '.join(sorted(record.measurements))}"
+    insecure = "software" in record.measurements
+    if insecure:
+        detail += "; INSECURE: software evidence proves nothing about hardware"
+    yield AuditStep("record", "passed", detail, index, insecure)
     try:
         built = rebuild(record)
     except CannotBuild as error:

@@ -19,6 +19,7 @@ from papaya.errors import OperatorError, ProtocolError
 from papaya.tsa.measurement import measure
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import SignerKey
+from papaya.verifiable_log.record import Record
 from tests.system.tls import make_certificates
 from tests.unit.cli.enclave_sources import commit, make_sources, make_wheels
 from tests.unit.verifiable_log.hosts import serving
@@ -424,6 +425,30 @@ def test_a_revision_that_was_not_measured_is_a_claim_when_logged_and_when_audite
     assert f"this installation gives the same artifact, but revision {'0' * 40} was not" in detail
     world.append()
     assert "not verified" not in world.captured.err
+
+
+def test_a_record_for_software_is_called_insecure(world: World) -> None:
+    """Its evidence proves nothing, whatever the audit finds."""
+    world.append("--sgx", "ab" * 32)
+    head = ("--head", f"17:{'ab' * 32}")
+    world.out("log", "anchor", "--log", world.log, "--key", world.key, *head)
+    skipped = skipping("witnesses", "consistency", "rebuild", "measurement")
+    steps = world.read("audit", *skipped)
+    assert [(s["name"], s["index"]) for s in steps if s["insecure"]] == [("record", 0)]
+    assert "INSECURE: 1 record for software evidence (0): anyone can make it" in world.captured.err
+    text = world.out("audit", world.log, "--log-key", world.log_key, *skipped)
+    [line] = [line for line in text.splitlines() if "INSECURE" in line]
+    assert line.startswith("record 0  record")
+
+
+def test_a_record_for_hardware_only_is_not_called_insecure(world: World) -> None:
+    record = Record(
+        world.artifact, {"sgx": {"mrenclave": "ab" * 32}}, REPOSITORY, world.revision, "build"
+    )
+    LogFolder(world.log).append([record.encode()], SignerKey.parse(world.key.read_text()))
+    steps = world.read("audit", *skipping("witnesses", "consistency", "rebuild", "measurement"))
+    assert not [step for step in steps if step["insecure"]]
+    assert "INSECURE" not in world.captured.out + world.captured.err
 
 
 def test_an_audit_without_dependencies_says_so(world: World) -> None:

@@ -121,9 +121,13 @@ def test_status_exits_with_1_when_a_person_should_look(
         setattr(server.system.live, silent, True)
         assert run(server, "status") == 1
         assert f"problem: {problem}\n" in capsys.readouterr().err
+        assert run(server, "status", "--format", "json") == 1
+        assert json.loads(capsys.readouterr().out)["problems"] == [problem]
         setattr(server.system.live, silent, False)
         assert run(server, "status") == 0
         assert problem not in capsys.readouterr().err
+        assert run(server, "status", "--format", "json") == 0
+        assert json.loads(capsys.readouterr().out)["problems"] == []
     server.system.live.found["next-word"] = LiveTask("aggregator", 18, 2, 5, "it diverged")
     assert run(server, "status") == 1
     assert "task next-word halted: it diverged" in capsys.readouterr().err
