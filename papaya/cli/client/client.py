@@ -55,11 +55,14 @@ _REFUSED_HINT = (
     "hint: if the token is refused, pass the server's DATA/device.token, or a token that "
     "`papaya token` made, with --token-file; otherwise update this client"
 )
+_REVOKED = "this device was revoked"  # papaya/selector/selector.py
+_REVOKED_HINT = "hint: ask the operator of the servers"
 _NO_SUCH_PATH = "no such path"  # papaya/http/routes.py
 _OTHER_LISTENER_HINT = (
     "hint: the address may be that of another listener of the server, such as its admin API: "
     "devices use port 8750 by default; otherwise update this client"
 )
+_HINTS = {_REVOKED: _REVOKED_HINT, _NO_SUCH_PATH: _OTHER_LISTENER_HINT}
 _NOT_ELIGIBLE_HINT = (
     "hint: the device tries again; to take part anyway, name the conditions to skip: "
     f"--assume {','.join(CONDITIONS)}"
@@ -373,8 +376,7 @@ class Printer:
                     if event.explanation:
                         print_data(event.explanation)
                 if event.ending == "refused":
-                    is_lost = event.reason == _NO_SUCH_PATH
-                    self._note_once(_OTHER_LISTENER_HINT if is_lost else _REFUSED_HINT)
+                    self._note_once(_HINTS.get(event.reason, _REFUSED_HINT))
             case StepsTrained():
                 note(f"{event.device}: {event.task}: {event.done:,} of {event.steps:,} steps")
             case NotEligible():

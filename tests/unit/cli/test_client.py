@@ -38,6 +38,7 @@ from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.definition import Examples, TaskTerms
 from papaya.messages.participation import Completed, Report
 from papaya.messages.selection import CheckIn
+from papaya.selector.selector import _REVOKED as REVOKED
 from tests.unit.attestation.builders import a_policy
 from tests.unit.device.fake_selector import FakeSelector, answer, joined, raw, serving
 
@@ -388,6 +389,13 @@ def test_a_refused_or_ineligible_device_is_told_once_what_to_do(
     err = capsys.readouterr().err
     assert err.count("--token-file") == 1
     assert err.count("--assume idle,charging,unmetered") == 1
+
+
+def test_a_revoked_device_is_sent_to_the_operator(capsys: pytest.CaptureFixture[str]) -> None:
+    Printer("text").on_event(VisitEnded("phone", 0.0, "refused", REVOKED.reason, None, ""))
+    told = capsys.readouterr().err
+    assert f"hint: {REVOKED.hint}\n" in told
+    assert "--token-file" not in told
 
 
 def test_a_refusal_by_another_listener_of_the_server_is_explained(
