@@ -2,9 +2,10 @@
 
 Each release is rebuilt from its revision and compared with its record. `--source` must be a git
 clone for this: a folder or this installation may hold the same sources, but nothing shows which
-revision they are. Exits with 2 if the log cannot be reached; with 3 if a step failed, also if the
-clone lacks a revision; with 4 if a step was not done and the auditor did not ask to skip it. A step
-that is skipped is something that the auditor trusts instead of checking, and the output says what.
+revision they are, and the record of a demonstration names none. Exits with 2 if the log cannot be
+reached; with 3 if a step failed, also if the clone lacks a revision; with 4 if a step was not done
+and the auditor did not ask to skip it. A step that is skipped is something that the auditor trusts
+instead of checking, and the output says what.
 """
 
 from __future__ import annotations
@@ -178,9 +179,10 @@ def _listed(steps: Sequence[AuditStep]) -> str:
 
 
 def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
-    is_clone = source is not None and (source / ".git").exists()
+    has_revisions = source is not None and (source / ".git").exists()
 
     def rebuild(record: Record) -> Built:
+        is_clone = has_revisions and not record.is_demonstration
         try:
             read = _reading(source, record.revision, is_clone=is_clone)
             found = artifact_hash(read)
@@ -191,10 +193,12 @@ def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
         if not is_clone:
             where = "this installation" if source is None else str(source)
             gives = "the same artifact" if found == record.artifact else "another artifact"
-            raise CannotBuild(
-                f"{where} gives {gives}, but revision {record.revision} was not checked; "
-                "add --source CLONE"
+            why = (
+                "the record names no revision"
+                if record.is_demonstration
+                else f"revision {record.revision} was not checked; add --source CLONE"
             )
+            raise CannotBuild(f"{where} gives {gives}, but {why}")
         try:
             build(read, wheels)
         except NoWheels as error:

@@ -23,7 +23,7 @@ from papaya.verifiable_log.checkpoint import Checkpoint
 from papaya.verifiable_log.errors import LogError
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import LOG_SIGNATURE, SignerKey, split_note
-from papaya.verifiable_log.record import Record
+from papaya.verifiable_log.record import NO_REVISION, Record
 
 if TYPE_CHECKING:
     from papaya.store.s3_blobs import S3Blobs
@@ -119,7 +119,7 @@ def _own_record(data: Path, measurement: bytes) -> int:
         measurement.hex(),
         {"software": {"mrenclave": measurement.hex()}},
         "https://papaya.invalid/this-installation",
-        "0" * 40,
+        NO_REVISION,
         "papaya tsa measure",
     )
     leaf_index = folder.append([record.encode()], key).size - 1

@@ -22,6 +22,9 @@ from papaya.verifiable_log.errors import LogError
 FORMAT = "papaya-tsa-release/v1"
 MAX_RECORD_BYTES = 16 * 1024
 
+# In the log of a demonstration, whose sources are an installation and no commit.
+NO_REVISION = "0" * 40
+
 # platform -> register -> bytes
 REGISTERS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
@@ -89,6 +92,11 @@ class Record:
         if record.encode() != raw:
             raise LogError("the record is not canonical JSON")
         return record
+
+    @property
+    def is_demonstration(self) -> bool:
+        """It names no revision, and no hardware runs this artifact."""
+        return self.revision == NO_REVISION and self.measurements.keys() == {"software"}
 
     def check_measured(self, platform: str, registers: Mapping[str, str]) -> None:
         """Raise unless these are the release's measurements on this platform."""

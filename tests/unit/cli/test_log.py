@@ -16,10 +16,11 @@ from papaya.cli.log import log
 from papaya.cli.log.source import LogRefused, LogUnreachable
 from papaya.cli.tsa import from_folder
 from papaya.errors import OperatorError, ProtocolError
+from papaya.server.public_log import own_record
 from papaya.tsa.measurement import measure
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import SignerKey
-from papaya.verifiable_log.record import Record
+from papaya.verifiable_log.record import NO_REVISION, Record
 from tests.system.tls import make_certificates
 from tests.unit.cli.enclave_sources import commit, make_sources, make_wheels
 from tests.unit.verifiable_log.hosts import serving
@@ -418,13 +419,34 @@ def test_a_revision_that_was_not_measured_is_a_claim_when_logged_and_when_audite
     world: World,
 ) -> None:
     where = ["--log", world.log, "--key", world.key, "--repository", REPOSITORY]
-    world.out("log", "append", *where, "--revision", "0" * 40, "--software")
-    assert f"it was not verified to be revision {'0' * 40}" in world.captured.err
+    world.out("log", "append", *where, "--revision", "de" * 20, "--software")
+    assert f"it was not verified to be revision {'de' * 20}" in world.captured.err
     outcome, detail = rebuild_of(world)
     assert outcome == "not done"
-    assert f"this installation gives the same artifact, but revision {'0' * 40} was not" in detail
+    assert f"this installation gives the same artifact, but revision {'de' * 20} was not" in detail
     world.append()
     assert "not verified" not in world.captured.err
+
+
+def test_the_log_of_a_demonstration_names_no_revision_and_has_not_failed(world: World) -> None:
+    """As the server writes it: there is no commit that a clone could lack."""
+    own_record(world.folder, bytes.fromhex(world.artifact))
+    for options, where in (
+        ((), "this installation gives another artifact"),
+        (("--source", world.clone, "--wheels", world.wheels), "clone gives the same artifact"),
+    ):
+        outcome, detail = rebuild_of(world, *options)
+        assert outcome == "not done"
+        assert f"{where}, but the record names no revision" in detail
+        world.read("audit", *options, *skipping("witnesses", "consistency", "rebuild"))
+
+
+def test_a_release_for_hardware_must_name_a_revision(world: World) -> None:
+    measured = {"software": {"mrenclave": world.artifact}, "sgx": {"mrenclave": "ab" * 32}}
+    record = Record(world.artifact, measured, REPOSITORY, NO_REVISION, "build")
+    LogFolder(world.log).append([record.encode()], SignerKey.parse(world.key.read_text()))
+    with pytest.raises(ProtocolError, match="1 step of the audit failed"):
+        world.read("audit", "--source", world.clone, "--wheels", world.wheels)
 
 
 def test_a_record_for_software_is_called_insecure(world: World) -> None:
