@@ -44,9 +44,9 @@ from papaya.cli.tsa import (
     from_revision,
 )
 from papaya.errors import OperatorError, PapayaError, ProtocolError
-from papaya.tsa.measurement import ReadSource, installed
+from papaya.tsa.measurement import LOCK, ReadSource, installed
 from papaya.verifiable_log.auditor import AuditStep, Built, CannotBuild, NoSource, Rebuild, audit
-from papaya.verifiable_log.record import Record
+from papaya.verifiable_log.record import REGISTERS, Record
 
 _READING = ("checkpoint", "entries")
 _MEASURED = re.compile(r"([0-9]{1,9}):([a-z]+)\.([a-z0-9_]+)=([0-9a-f]{2,256})")
@@ -113,10 +113,12 @@ def add_to(commands: Commands) -> None:
 
 def run(options: AuditOptions) -> int:
     policy = policy_of(options)
+    measured = measured_of(options.measured)
+    _check_folders(options.source, options.wheels)
     reader = reader_of(options, policy)
     rebuild = _rebuild(options.source, options.wheels)
     with keeping():
-        steps = list(audit(reader, policy, rebuild, now(), measured_of(options.measured)))
+        steps = list(audit(reader, policy, rebuild, now(), measured))
     failed = [step for step in steps if step.outcome == "failed"]
     open_steps = [step for step in steps if step.outcome == "not done"]
     if options.is_json:
@@ -157,8 +159,40 @@ def measured_of(given: Sequence[str]) -> dict[tuple[int, str, str], str]:
                 f"--measured {text!r} is not RECORD:PLATFORM.FIELD=HEX",
                 hint="for example --measured 0:sgx.mrenclave=5f1b…, in lower case",
             )
+        _check_register(text, match[2], match[3], match[4])
         found[int(match[1]), match[2], match[3]] = match[4]
     return found
+
+
+def _check_register(text: str, platform: str, field: str, value: str) -> None:
+    hardware = {name: fields for name, fields in REGISTERS.items() if name != "software"}
+    expected = hardware.get(platform, {}).get(field)
+    if expected is None:
+        known = ", ".join(f"{name}.{field}" for name in hardware for field in hardware[name])
+        raise OperatorError(
+            f"--measured {text!r}: {platform}.{field} is not a measurement of hardware",
+            hint=f"use one of {known}",
+        )
+    if len(value) != 2 * expected:
+        raise OperatorError(
+            f"--measured {text!r}: {platform}.{field} has {2 * expected} hexadecimal digits, "
+            f"not {len(value)}",
+            hint="pass the whole measurement, as the platform's tools print it",
+        )
+
+
+def _check_folders(source: Path | None, wheels: Path | None) -> None:
+    """A wrong path is a mistake of the auditor, not a step that could not be done."""
+    for option, folder in (("--source", source), ("--wheels", wheels)):
+        if folder is not None and not folder.is_dir():
+            raise OperatorError(
+                f"{option} {folder}: there is no such folder", hint="check the path"
+            )
+    if source is not None and not (source / ".git").exists() and not (source / LOCK).is_file():
+        raise OperatorError(
+            f"--source {source} is neither a git clone nor a folder with the sources of Papaya",
+            hint="pass the folder that contains papaya/",
+        )
 
 
 def _listed(steps: Sequence[AuditStep]) -> str:

@@ -147,8 +147,10 @@ def public_key(text: str) -> VerifierKey:
         return VerifierKey.parse(_text_or_file(text))
     except LogError as error:
         hint = "use NAME+ID+BASE64, or the .pub file that `papaya log key` wrote"
+        is_path = text.count("+") < 2 and not Path(text).exists()
+        why = "there is no such file" if is_path else error
         raise OperatorError(
-            f"{text!r} is neither a public key nor a file with one: {error}", hint=hint
+            f"{text!r} is neither a public key nor a file with one: {why}", hint=hint
         ) from error
 
 

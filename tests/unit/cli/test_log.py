@@ -254,8 +254,13 @@ def test_a_wrong_address_accuses_nobody_even_if_the_log_was_seen_before(world: W
 
 
 def test_a_public_key_s_file_that_is_not_there_is_told(world: World) -> None:
-    with pytest.raises(OperatorError, match=r"'no\.pub' is neither a public key nor a file"):
+    with pytest.raises(OperatorError, match=r"'no\.pub' is neither .*: there is no such file"):
         world.out("log", "show", world.log, "--log-key", "no.pub")
+    world.folder.joinpath("not.pub").write_text("no key\n")
+    for wrong in (world.folder / "not.pub", world.log_key[:-20]):
+        with pytest.raises(OperatorError, match="is neither a public key nor a file") as caught:
+            world.out("log", "show", world.log, "--log-key", wrong)
+        assert "no such file" not in str(caught.value)
 
 
 def test_a_key_is_never_replaced(world: World) -> None:
@@ -309,6 +314,42 @@ def test_a_measurement_is_compared_or_the_audit_is_not_complete(world: World) ->
         world.read("audit", *clone, *rest, "--measured", f"0:sgx.mrenclave={'cd' * 32}")
     with pytest.raises(OperatorError, match=r"is not RECORD:PLATFORM\.FIELD=HEX"):
         world.read("audit", *clone, "--measured", "sgx=AB")
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("0:sgx.mrenclave=00", "sgx.mrenclave has 64 hexadecimal digits, not 2"),
+        (f"0:tdx.mrtd={'ab' * 32}", "tdx.mrtd has 96 hexadecimal digits, not 64"),
+        (f"0:sgx.mrtd={'ab' * 48}", "sgx.mrtd is not a measurement of hardware"),
+        (f"0:software.mrenclave={'ab' * 32}", "software.mrenclave is not a measurement of"),
+        (f"0:sev.measurement={'ab' * 48}", "sev.measurement is not a measurement of"),
+    ],
+)
+def test_a_measurement_that_no_record_can_have_is_a_mistake_of_the_auditor(
+    world: World, given: str, problem: str
+) -> None:
+    world.append("--sgx", "ab" * 32)
+    with pytest.raises(OperatorError, match=problem) as caught:
+        world.read("audit", "--measured", given)
+    assert caught.value.exit_code == 2
+    assert world.captured.out == ""
+
+
+def test_a_folder_that_is_not_there_is_a_mistake_of_the_auditor(world: World) -> None:
+    world.append()
+    empty = world.folder / "empty"
+    empty.mkdir()
+    for options, problem in (
+        (("--source", world.folder / "typo"), "--source .*typo: there is no such folder"),
+        (("--source", world.key), "--source .*log.key: there is no such folder"),
+        (("--source", empty), "neither a git clone nor a folder with the sources"),
+        (("--wheels", world.folder / "typo"), "--wheels .*typo: there is no such folder"),
+    ):
+        with pytest.raises(OperatorError, match=problem) as caught:
+            world.read("audit", *options, *skipping("witnesses", "consistency", "rebuild"))
+        assert caught.value.exit_code == 2
+        assert world.captured.out == ""
 
 
 def skipping(*steps: str) -> list[str]:
