@@ -326,10 +326,17 @@ def _versions_table(
     detail: TaskDetail, versions: tuple[VersionView, ...], points: dict[int, PointRow]
 ) -> str:
     names = metric_names(detail.config)
+    models = {row.version: row.parameters for row in versions}
     rows = []
     for row in versions:
         point = points.get(row.version)
-        flags = (("marked", row.marked), ("rollback", row.restarts))
+        # A masked buffer that was dropped publishes the previous model again.
+        is_same = models.get(row.version - 1) == row.parameters
+        flags = (
+            ("marked", row.marked),
+            ("rollback", row.restarts),
+            (f"same model as {row.version - 1:,}", is_same and not row.restarts),
+        )
         notes = [word for word, holds in flags if holds]
         numbers = ["-", "-", "-", *("-" for _ in names)]
         if point is not None:
@@ -341,7 +348,7 @@ def _versions_table(
                 for name, value in values.items()
             )
             numbers = [f"{point.members:,}", staleness, *shown]
-        rows.append((f"{row.version:,}", date_of(row.created), *numbers, " ".join(notes) or "-"))
+        rows.append((f"{row.version:,}", date_of(row.created), *numbers, ", ".join(notes) or "-"))
     return table(("version", "created", "updates", "staleness", "loss", *names, "note"), rows)
 
 

@@ -482,6 +482,21 @@ def test_show_has_the_numbers_of_versions_that_are_older_than_the_newest_points(
     assert line.endswith(" 4 1.5 2.5 12 0.5 marked")
 
 
+def test_show_says_which_version_has_the_model_of_the_one_before(
+    history: AdminServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A masked buffer that is dropped publishes the previous model again."""
+    models = {2: "next-word/1/parameters-2", 3: "next-word/1/parameters-2", 4: "next-word/1/other"}
+    rows = {v: VersionRow(v, model, 1, 1020.0, marked=v == 3) for v, model in models.items()}
+    put = tuple((version_key("next-word", version), row) for version, row in rows.items())
+    history.system.change(Transaction(put=put))
+    assert run(history, "task", "show", "next-word") == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    [dropped] = [line for line in lines if "same model" in line]
+    assert dropped.startswith("3 ")
+    assert dropped.endswith(" marked, same model as 2")
+
+
 def test_show_names_the_target_of_a_metric(
     server: AdminServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
