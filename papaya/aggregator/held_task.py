@@ -106,9 +106,9 @@ class HeldTask:
         self.fence = fence
         self.phase = TaskPhase.LOADING
         # Why the task is halted, for the owner; empty while it is not. A report also calls a task
-        # halted while its blobs or its TSA have a problem, but then the phase does not change.
+        # halted while its blobs, its threads or its TSA have a problem, but then its phase stays.
         self.halted_because = ""
-        # Why its work is delayed for now, by cause; empty reasons are over.
+        # Why its work is delayed for now, by cause; an empty reason means that it is over.
         self.delays: dict[str, str] = {}
 
         # Active clients, and how ended sessions ended.

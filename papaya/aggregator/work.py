@@ -11,7 +11,7 @@
     DeleteBlobs  delete blobs that no row names any more
 
 Any of them may return Lost if a blob is missing. While a blob cannot be read or written, the driver
-tries again, and returns Delayed from the third attempt on that fails. The driver runs the work on
+tries again, and returns Delayed after the third failed attempt and each later one. It runs work on
 threads (`server`) or in virtual time (`sim`); both use `shards.py` for the arithmetic. The work of
 one task runs in the order given. The key of a blob starts with `task/seq/`, so an earlier holder
 cannot delete what a later one wrote.

@@ -2,7 +2,7 @@
 
 Every role answers, with what it knows. Exits with 1 if someone should act: nobody leads, no
 selector or aggregator reports, a task has halted, blobs of a task cannot be read or written, no
-thread can start for it, a server is refused because of its clock.
+thread can start for it, or a server is refused because of its clock.
 """
 
 from __future__ import annotations

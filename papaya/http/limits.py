@@ -32,7 +32,7 @@ class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True):
     linger_s: float = 2.0  # how long a peer may keep sending after the last answer
     linger_bytes: int = 8 << 20
     sweep_s: float = 1.0
-    # The Retry-After of a 503 is random, between one and three times as long.
+    # The Retry-After of a 503 is random, between one and three times these values.
     retry_after_s: int = 5  # over a limit: for connections, and for chunks that selectors relay
     retry_soon_s: float = 1.0  # for requests, mostly because another server cannot be reached
 

@@ -21,8 +21,8 @@ from papaya.http.exchange import Exchange, Headers, as_refusal
 from papaya.http.pool import ConnectionPool, StreamedRequest
 
 _PIECE_BYTES = 1 << 20  # one chunk
-_SHARED_BYTES = 64 << 20  # from 64 bodies on, each gets an equal part of it as its piece,
-_LEAST_PIECE_BYTES = 64 << 10  # but not less than this
+_SHARED_BYTES = 64 << 20  # with more than 64 bodies, a piece is an equal part of this
+_LEAST_PIECE_BYTES = 64 << 10  # the smallest piece
 _STARTER_BYTES = 16 << 10  # stored before there is a connection
 
 

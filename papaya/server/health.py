@@ -3,9 +3,9 @@
 None needs a token: they show counts and names of tasks, nothing that a device sent. /health answers
 503 while the state store fails, because the server then makes no progress. A restart would not
 help, so /live answers 200 whenever the process can answer at all. If only the blobs of a task held
-here cannot be read or written, or no thread can start for it, /health answers 200 and names the
-task: other tasks go on, and operators have to reach the server. It does not give the error, because
-errors of disks and buckets contain paths and addresses; the log has it.
+here cannot be read or written, or no thread can start for it, /health answers 200 and names one
+such task: other tasks go on, and operators must still be able to reach the server. It does not give
+the error, because errors of disks and buckets contain paths and addresses; the log has it.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class TsaFleet:
         self._guard = Lock()  # of what follows
         self._links: dict[str, TsaConnection] = {}  # by address
         self._rows: dict[bytes, tuple[TsaRow, float]] = {}  # by parameters; when it was read
-        self._choosing = Lock()  # of what follows
+        self._choosing = Lock()  # guards `_chosen`
         self._chosen: dict[str, str] = {}  # addresses of tasks without a row yet, by key
         for address in self._addresses:
             self._link(address)

@@ -270,7 +270,7 @@ class Population:
         return self._slots(indices, now)[0]
 
     def slots_of(self, indices: Indices, now: float) -> tuple[Bools, Floats]:
-        """`is_available`, and until when it does not change: shortly before the slot ends."""
+        """`is_available`, and the time until which the answer stays: shortly before a slot ends."""
         if self._availabilities is not None:
             return self.is_available(indices, now), np.full(indices.shape, now)
         return self._slots(indices, now)

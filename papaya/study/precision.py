@@ -122,7 +122,7 @@ def suggested_clip(norms: Norms) -> float:
 
 
 def mean_weight(task: TaskConfig, examples: npt.NDArray[np.int64]) -> float:
-    """Of clients with so many examples, as a share of the full weight."""
+    """The mean weight of clients with these numbers of examples, as a share of the full weight."""
     if not len(examples):
         return 0.0
     full = counted_examples(task, task.heaviest_examples)  # 1 if weights are equal
@@ -136,7 +136,7 @@ def precision(
     found: Sequence[float],
     clip: float | None = None,
 ) -> Precision | None:
-    """At this clip, or at the suggested one; `weight` is the mean of clients. None if no client
+    """At this clip, or at the suggested one; `weight` is their `mean_weight`. None if no client
     trained, or too few to suggest a clip, or if K leaves no level.
     """
     norms = norms_of(found)

@@ -188,8 +188,8 @@ class Judging:
 
     @property
     def _is_too_late(self) -> bool:
-        """The last point is past the deadline, and none of the last points meets the target. So
-        later points cannot show that one of these reached it (`Curve.reached`).
+        """The newest point is past the deadline, and neither it nor the one before it meets the
+        target. So no later point can show that it was reached in time (`Curve.reached`).
         """
         if self._target is None or not self.points or self.points[-1].hours <= self._deadline_h:
             return False

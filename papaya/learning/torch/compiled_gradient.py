@@ -124,7 +124,9 @@ def compile_gradient(task: Task, examples: Sequence[bytes], folder: Path) -> Lib
     if task.train is not None:
         raise CannotCompile("the task has a training loop of its own")
     if task.client.precision:
-        raise CannotCompile(f"clients train with {task.client.precision}, compiled with float32")
+        raise CannotCompile(
+            f"clients train with {task.client.precision}, but compiled steps use float32"
+        )
     module = make_module(task).train()
     parts = parts_of(task, module)
     if parts.personal or len(parts.shared_parameters) < len(parts.shared):

@@ -408,7 +408,7 @@ class SystemStatus(Struct, frozen=True, kw_only=True):
     `just_started`: some servers may not have reported yet.
     `leader_admin`: the address of the leader's admin API, as configured there; empty if unknown.
     `identifies_devices`: whether tokens identify devices; without that, none can be revoked.
-    `signs_device_tokens`: these are tokens of `papaya token make`.
+    `signs_device_tokens`: whether device tokens are those of `papaya token make`.
     """
 
     roles: tuple[str, ...]

@@ -7,9 +7,9 @@ that are pairs get the fields `x` and `y`. A partition (partition.py) says whose
     source = table_source(frame, ByColumn("user"))
     source = table_source(torch_dataset, Dirichlet(clients=100, alpha=0.3))
 
-A field that is NaN is missing: null. Refused: values that JSON cannot hold (bytes, images, infinity
-or a NaN inside a list), a table without rows. Nothing is downloaded: `hf:FOLDER` is a folder that
-`Dataset.save_to_disk` wrote.
+A field that is NaN counts as missing and becomes null. Refused: values that JSON cannot hold
+(bytes, images, infinity or a NaN inside a list), a table without rows. Nothing is downloaded:
+`hf:FOLDER` is a folder that `Dataset.save_to_disk` wrote.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _require_exact(name: str, column: str, values: Sequence[Any]) -> None:
         for part in _changed_parts(value):
             kind = type(part).__name__
             if isinstance(part, float):
-                hint = "replace it by a finite number, or leave the column out"
+                hint = "replace it with a finite number, or leave the column out"
                 raise _refusal(name, row, column, f"the {kind} {part} is not finite", hint)
             hint = "decode it to a text or to a list of numbers, or leave the column out"
             raise _refusal(name, row, column, f"{kind} is not a number or a text", hint)

@@ -54,7 +54,7 @@ def loader_of(loaded: LoadedTask) -> TextLoader:
     """How this task makes examples of a text."""
     if loaded.path == NO_FILE:
         raise OperatorError(
-            f"texts need a task file, which may have {LOADER}; this task is defined in a notebook",
+            f"texts need a task file ({LOADER} may be in it); this task is defined in a notebook",
             hint="write the task to a file and give its name, or give lists of bytes as data",
         )
     loader: TextLoader = runpy.run_path(str(loaded.path)).get(LOADER, lines)
