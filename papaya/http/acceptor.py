@@ -5,9 +5,11 @@
     at `max_connections`                                      503 with Retry-After
     and MAX_REFUSED being refused                             not accepted until one has closed
 
-A connection over the limit of its own client address takes a place while it is refused. It is
-closed without an answer if MAX_REFUSED others of this address are being refused: one address takes
-at most `max_connections_per_address + MAX_REFUSED` places, and no refusals of others.
+A connection over the limit of its own client address takes a place while it is refused. One address
+may have as many of them as half of the places that are free, so that every phone behind a carrier's
+address is answered when they all come back at once. Refusals therefore never take the last places,
+and every other address may have as many of what is left. A connection above that is closed without
+an answer, unless fewer than MAX_REFUSED of its address are being refused.
 
 The kernel's queue holds what is not accepted. Every accepted socket is a descriptor, so a listener
 uses at most `max_connections + MAX_REFUSED` of them, whatever its peers do. A connection that is
@@ -40,7 +42,8 @@ from papaya.http.proxy_protocol import (
 from papaya.http.tls import Tls
 from papaya.http.tls_transport import start_tls
 
-# Connections that are being answered 503: of one listener if it is full, of one address otherwise.
+# Connections that are being answered 503: at most of a listener that is full; of an address at its
+# limit, so many even if hardly any places are free.
 MAX_REFUSED = 64
 
 _PER_TURN = 64  # accepted before the loop serves its connections
@@ -248,7 +251,8 @@ class Acceptor:
             admission.release()
             raise
         limits, tls, make = self._limits, self._tls, partial(self._make, admission)
-        handshake_s = limits.head_timeout_s if admission.refusal is None else limits.linger_s
+        # A phone needs a while for a handshake, but refusals of a full listener are few.
+        handshake_s = limits.linger_s if admission.is_extra else limits.head_timeout_s
         ends_at = self._loop.time() + handshake_s
         try:
             if tls is None:
@@ -297,7 +301,8 @@ class Acceptor:
         if counts[key] >= self._limits.max_connections_per_address:
             self._warn("max_connections_per_address", admission.client[0])
             counts = self._refused
-            if counts[key] >= MAX_REFUSED:
+            free = self._limits.max_connections - self._places
+            if counts[key] >= max(MAX_REFUSED, free // 2):
                 return False
             admission.refusal = "too many connections from your address"
         counts[key] += 1

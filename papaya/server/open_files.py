@@ -79,8 +79,9 @@ def least_files(shares: int) -> int:
 
 
 def connections_of_one_address(places: int) -> int:
-    """Unless an operator says how many: with those being refused, about half of all places.
+    """Unless an operator says how many: with those being refused, at most half of all places.
 
-    With few places, those being refused may take more: they end soon.
+    Those being refused take a third of the others (`papaya/http/acceptor.py`). With few places they
+    take more, but they end soon.
     """
-    return max(1, min(PER_ADDRESS, max(places // 4, places // 2 - MAX_REFUSED)))
+    return max(1, min(PER_ADDRESS, places // 4))

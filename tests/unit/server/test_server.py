@@ -504,7 +504,7 @@ def test_connections_are_capped_by_open_files(tmp_path: Path) -> None:
     assert Server(asked, open_files=two)._device_limits.max_connections == 500
 
 
-@pytest.mark.parametrize(("chosen", "each"), [(None, 186), (1, 1), (1000, 1000)])
+@pytest.mark.parametrize(("chosen", "each"), [(None, 125), (1, 1), (1000, 1000)])
 def test_open_files_also_cap_connections_per_address_unless_they_were_chosen(
     tmp_path: Path, chosen: int | None, each: int
 ) -> None:
