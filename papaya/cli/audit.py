@@ -45,7 +45,15 @@ from papaya.cli.tsa import (
 )
 from papaya.errors import OperatorError, PapayaError, ProtocolError
 from papaya.tsa.measurement import LOCK, ReadSource, installed
-from papaya.verifiable_log.auditor import AuditStep, Built, CannotBuild, NoSource, Rebuild, audit
+from papaya.verifiable_log.auditor import (
+    UNUSED,
+    AuditStep,
+    Built,
+    CannotBuild,
+    NoSource,
+    Rebuild,
+    audit,
+)
 from papaya.verifiable_log.record import REGISTERS, Record
 
 _READING = ("checkpoint", "entries")
@@ -136,6 +144,10 @@ def run(options: AuditOptions) -> int:
     unread = [step for step in open_steps if step.name in _READING]
     if unread:
         raise LogUnreachable(unread[0].detail)
+    if unused := [step for step in open_steps if step.name == UNUSED]:
+        raise OperatorError(
+            unused[0].detail, hint="the step `record` names the platforms of each record"
+        )
     skipped = [name for name in TRUSTED if any(step.name == name for step in open_steps)]
     for name in skipped:
         note(f"not checked: {name}; you trust that {TRUSTED[name]}")

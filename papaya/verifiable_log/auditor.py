@@ -5,10 +5,12 @@
 
 The audit reads the log through the same `LogReader` as a device. The caller passes the build
 function; it raises `CannotBuild` if it cannot run here, and `NoSource` if the source does not
-contain the record's revision. Hardware measurements are not checked here and are reported as `not
-done`. If the log is unreachable, the step that reads it is `not done`, and the audit ends. The
-same holds if there is no checkpoint, even if one is remembered: a wrong address looks the same. A
-missing tile is `failed`, because a signed checkpoint implies it.
+contain the record's revision. Hardware measurements are compared with those that the auditor made;
+without them the step is `not done`. Whatever a step rests on and that was not done is `not done`
+itself: dependencies are checked only in a rebuild. If the log is unreachable, the step that reads
+it is `not done`, and the audit ends. The same holds if there is no checkpoint, even if one is
+remembered: a wrong address looks the same. A missing tile is `failed`, because a signed checkpoint
+implies it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from papaya.verifiable_log.checkpoint import LogPolicy
 from papaya.verifiable_log.errors import LogError, LogSourceUnreachable, NoCheckpoint
 from papaya.verifiable_log.reader import LogReader
 from papaya.verifiable_log.record import Record
+
+UNUSED = "unused measurement"  # the step that reports a measurement of no record
 
 StepOutcome: TypeAlias = Literal["passed", "failed", "not done"]
 Rebuild: TypeAlias = Callable[[Record], "Built"]
@@ -100,8 +104,12 @@ def audit(
         yield AuditStep("entries", "failed", str(error))
         return
     yield AuditStep("entries", "passed", f"all {len(entries)} hash to the checkpoint's root")
+    unused = dict(measured)
     for index, entry in enumerate(entries):
-        yield from _audit_record(index, entry, rebuild, measured)
+        yield from _audit_record(index, entry, rebuild, unused)
+    for index, platform, field in unused:
+        detail = f"record {index} has no {platform}.{field}: nothing was compared with --measured"
+        yield AuditStep(UNUSED, "not done", detail, index)
 
 
 def _witnessed(policy: LogPolicy) -> AuditStep:
@@ -114,8 +122,9 @@ def _witnessed(policy: LogPolicy) -> AuditStep:
 
 
 def _audit_record(
-    index: int, entry: bytes, rebuild: Rebuild, measured: Mapping[tuple[int, str, str], str]
+    index: int, entry: bytes, rebuild: Rebuild, measured: dict[tuple[int, str, str], str]
 ) -> Iterator[AuditStep]:
+    """Takes out of `measured` what was compared."""
     try:
         record = decode_entry(entry)
     except LogError as error:
@@ -134,14 +143,20 @@ def _audit_record(
         built = rebuild(record)
     except CannotBuild as error:
         yield AuditStep("rebuild", "not done", str(error), index)
+        yield _without_build(index)
     except NoSource as error:
         yield AuditStep("rebuild", "failed", str(error), index)
+        yield _without_build(index)
     else:
         yield from _compared(record, built, index)
     for platform in sorted(record.measurements.keys() - {"software"}):
         for field, logged in sorted(record.measurements[platform].items()):
-            found = measured.get((index, platform, field))
+            found = measured.pop((index, platform, field), None)
             yield _measured(f"{platform}.{field}", logged, found, index)
+
+
+def _without_build(index: int) -> AuditStep:
+    return AuditStep("dependencies", "not done", "the release was not rebuilt", index)
 
 
 def _measured(name: str, logged: str, found: str | None, index: int) -> AuditStep:

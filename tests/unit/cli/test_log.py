@@ -336,6 +336,24 @@ def test_a_measurement_that_no_record_can_have_is_a_mistake_of_the_auditor(
     assert world.captured.out == ""
 
 
+@pytest.mark.parametrize(
+    "given", [f"1:sgx.mrenclave={'ab' * 32}", f"0:tdx.mrtd={'ab' * 48}"], ids=["record", "platform"]
+)
+def test_a_measurement_that_no_record_has_is_a_mistake_of_the_auditor(
+    world: World, given: str
+) -> None:
+    """Before, it was ignored, and the auditor could think that it had been compared."""
+    world.append("--sgx", "ab" * 32)
+    name = given.partition("=")[0]
+    index, _, field = name.partition(":")
+    everything = skipping("witnesses", "consistency", *BUILT, "measurement")
+    with pytest.raises(OperatorError, match=f"record {index} has no {field}: nothing") as caught:
+        world.read("audit", "--measured", given, *everything)
+    assert caught.value.exit_code == 2
+    steps = msgspec.json.decode(world.captured.out)
+    assert (steps[-1]["name"], steps[-1]["outcome"]) == ("unused measurement", "not done")
+
+
 def test_a_folder_that_is_not_there_is_a_mistake_of_the_auditor(world: World) -> None:
     world.append()
     empty = world.folder / "empty"
@@ -347,9 +365,12 @@ def test_a_folder_that_is_not_there_is_a_mistake_of_the_auditor(world: World) ->
         (("--wheels", world.folder / "typo"), "--wheels .*typo: there is no such folder"),
     ):
         with pytest.raises(OperatorError, match=problem) as caught:
-            world.read("audit", *options, *skipping("witnesses", "consistency", "rebuild"))
+            world.read("audit", *options, *skipping("witnesses", "consistency", *BUILT))
         assert caught.value.exit_code == 2
         assert world.captured.out == ""
+
+
+BUILT = ("rebuild", "dependencies")  # what needs the sources
 
 
 def skipping(*steps: str) -> list[str]:
@@ -381,7 +402,18 @@ def test_an_audit_without_the_source_says_so(world: World) -> None:
     [step] = [step for step in steps if step["name"] == "rebuild"]
     assert step["outcome"] == "not done"
     assert world.revision in step["detail"]
-    assert world.read("audit", *skipping("witnesses", "consistency", "rebuild")) == steps
+    assert world.read("audit", *skipping("witnesses", "consistency", *BUILT)) == steps
+
+
+def test_dependencies_that_were_not_checked_must_be_named(world: World) -> None:
+    """Before, an audit exited with 0 if only `rebuild` was skipped, and did not mention them."""
+    world.append()
+    with pytest.raises(audit.NotChecked, match=r"did not check: dependencies\n") as caught:
+        world.read("audit", *skipping("witnesses", "consistency", "rebuild"))
+    assert caught.value.hint.endswith("--skip dependencies")
+    assert outcomes(msgspec.json.decode(world.captured.out))["dependencies"] == "not done"
+    world.read("audit", *skipping("witnesses", "consistency", *BUILT))
+    assert "not checked: dependencies; you trust that the dep" in world.captured.err
 
 
 @pytest.mark.parametrize("allowed", [(), ("--skip", "rebuild")])
@@ -479,7 +511,7 @@ def test_the_log_of_a_demonstration_names_no_revision_and_has_not_failed(world: 
         outcome, detail = rebuild_of(world, *options)
         assert outcome == "not done"
         assert f"{where}, but the record names no revision" in detail
-        world.read("audit", *options, *skipping("witnesses", "consistency", "rebuild"))
+        world.read("audit", *options, *skipping("witnesses", "consistency", *BUILT))
 
 
 def test_a_release_for_hardware_must_name_a_revision(world: World) -> None:
@@ -495,7 +527,7 @@ def test_a_record_for_software_is_called_insecure(world: World) -> None:
     world.append("--sgx", "ab" * 32)
     head = ("--head", f"17:{'ab' * 32}")
     world.out("log", "anchor", "--log", world.log, "--key", world.key, *head)
-    skipped = skipping("witnesses", "consistency", "rebuild", "measurement")
+    skipped = skipping("witnesses", "consistency", *BUILT, "measurement")
     steps = world.read("audit", *skipped)
     assert [(s["name"], s["index"]) for s in steps if s["insecure"]] == [("record", 0)]
     assert "INSECURE: 1 record for software evidence (0): anyone can make it" in world.captured.err
@@ -509,7 +541,7 @@ def test_a_record_for_hardware_only_is_not_called_insecure(world: World) -> None
         world.artifact, {"sgx": {"mrenclave": "ab" * 32}}, REPOSITORY, world.revision, "build"
     )
     LogFolder(world.log).append([record.encode()], SignerKey.parse(world.key.read_text()))
-    steps = world.read("audit", *skipping("witnesses", "consistency", "rebuild", "measurement"))
+    steps = world.read("audit", *skipping("witnesses", "consistency", *BUILT, "measurement"))
     assert not [step for step in steps if step["insecure"]]
     assert "INSECURE" not in world.captured.out + world.captured.err
 
@@ -526,7 +558,7 @@ def test_an_audit_without_dependencies_says_so(world: World) -> None:
 
 def test_an_audit_prints_its_steps_for_people(world: World) -> None:
     world.append()
-    skipped = skipping("witnesses", "consistency", "rebuild")
+    skipped = skipping("witnesses", "consistency", *BUILT)
     text = world.out("audit", world.log, "--log-key", world.log_key, *skipped)
     assert "log       checkpoint" in text
     assert "record 0  rebuild" in text
