@@ -357,7 +357,8 @@ def met(curve: Curve, loss: float) -> Reached:
         return Reached(end.hours, end.trips, end.version, is_there=False)
     before = curve.points[max(0, curve.points.index(point) - 1)]
     fallen = before.quality.all - point.quality.all
-    share = (before.quality.all - loss) / fallen if fallen > 0 else 1.0
+    # The version before may have met the loss without keeping it: then no line meets it here.
+    share = (before.quality.all - loss) / fallen if before.quality.all > loss else 1.0
     return Reached(
         before.hours + share * (point.hours - before.hours),
         before.trips + share * (point.trips - before.trips),

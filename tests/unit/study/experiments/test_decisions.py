@@ -187,6 +187,14 @@ def test_a_target_between_two_judged_versions_is_met_between_them() -> None:
     assert met(curve, 1.0) == Reached(3.0, 600, 30, is_there=False)
 
 
+def test_a_target_that_was_met_but_not_kept_before_is_met_where_it_is_kept() -> None:
+    """The line between two versions that both meet the loss does not meet it."""
+    noisy = a_curve(2.5, 1.9, 1.899, 2.3, 1.7, 1.6, 1.6)
+    assert met(noisy, 2.0) == Reached(2.0, 400, 20)
+    cut = a_curve(2.6, 2.5, 2.4, 2.3, 1.98, 1.97, 2.2, 1.8, 1.7, 1.6)
+    assert met(cut, 2.0).hours >= 5.0
+
+
 def test_a_target_that_is_met_at_the_very_end_may_be_kept() -> None:
     """Only three judged versions show that it is kept, so the lower bound is where it was met."""
     assert met(a_curve(4.0, 3.5, 3.0, 2.0), 2.5) == Reached(2.5, 500.0, 25.0, is_there=False)
