@@ -13,6 +13,7 @@ from msgspec import structs
 
 from papaya.config import TaskConfig
 from papaya.progress import plural
+from papaya.study.replay import STAYS
 from papaya.study.run import Run, RunResult
 from papaya.study.trace import UNBOUNDED
 
@@ -64,7 +65,8 @@ def ended_early(result: RunResult) -> str | None:
 def after_sweep(outcomes: Sequence[RunResult]) -> list[str]:
     """One text for all runs that ended for the same reason, or that started below their target.
 
-    Tables have those that diverged, and those that did not reach their target.
+    Tables have those that diverged, and those that did not reach their target; but a run with too
+    few server updates cannot show that it kept its target.
     """
     running = [outcome for outcome in outcomes if outcome.curve.diverged is None]
     idle = sum(not outcome.versions for outcome in running)
@@ -78,6 +80,16 @@ def after_sweep(outcomes: Sequence[RunResult]) -> list[str]:
         found.append(f"{idle} {of} made no server update and did not train; raise hours")
     if short:
         found.append(f"{short} {of} ended by hours, before all client updates; raise hours")
+    if few := sum(
+        outcome.run.target is not None
+        and outcome.target_hours is None
+        and 0 < outcome.versions < STAYS
+        for outcome in running
+    ):
+        found.append(
+            f"{few} {of} made fewer than {STAYS} server updates, which cannot show whether the "
+            "target is kept; raise updates or lower K"
+        )
     if losses := [
         outcome.start.all
         for outcome in running

@@ -103,13 +103,16 @@ class ClientTrainer:
     def results(
         self, parameters: Vector, clients: Sequence[JudgedClient], settings: ClientSGD
     ) -> Floats:
-        """A row for each client: its mean loss, then its mean of each metric. With these settings,
-        whatever this process has trained with before, or has read in its copy of the file.
+        """A row for each client: its mean loss, then its mean of each metric, over all its examples.
+        With these settings, whatever this process has trained with before, or has read in its copy
+        of the file; but `max_examples` bounds training, not what a client is judged on here.
         """
         bounds = self._loaded.task.metric_bounds
         found = np.empty((len(clients), 1 + len(bounds)))
         trains = self._engine.task
-        self._engine.task = structs.replace(trains, client=settings)
+        most = max((len(client.examples) for client in clients), default=1)
+        judges = structs.replace(settings, max_examples=max(settings.max_examples, most))
+        self._engine.task = structs.replace(trains, client=judges)
         try:
             for row, client in enumerate(clients):
                 examples, self._engine.device_state = client.examples, client.state

@@ -217,6 +217,13 @@ def test_more_examples_of_a_client_are_held_out_on_request(tmp_path: Path) -> No
     assert callable(task.batch)
     model = task.model()
     model.load_state_dict(runs[32].model)
+    # A client trains on fewer examples than it is judged on.
+    few = structs.replace(task, client=structs.replace(task.client, max_examples=5))
+    limited = papaya.simulate(few, [one], held_out=50, **SMALL)
+    trained = task.model()
+    trained.load_state_dict(limited.model)
+    loss = task.loss(trained, *task.batch(examples[:50])).item()
+    assert limited.loss == pytest.approx(loss, rel=1e-5)
     for held_out, run in runs.items():
         assert all(tensor.equal(run.model[name]) for name, tensor in runs[32].model.items())
         loss = task.loss(model, *task.batch(examples[:held_out])).item()
@@ -251,6 +258,12 @@ def test_a_run_that_does_less_than_asked_warns() -> None:
 def test_a_target_that_the_initial_model_meets_is_named() -> None:
     with pytest.warns(UserWarning, match="the initial model meets the target in 1 of 1 run"):
         papaya.sweep(EXAMPLE, some_clients(), vary={"K": (4,)}, target=10.0, **SMALL)
+
+
+def test_runs_with_too_few_server_updates_for_their_target_are_named() -> None:
+    """K = 30 makes two of the three server updates that show that a target is kept."""
+    with pytest.warns(UserWarning, match="1 of 2 runs made fewer than 3 server updates"):
+        papaya.sweep(EXAMPLE, some_clients(), vary={"K": (4, 30)}, target=1e-6, **SMALL)
 
 
 def test_a_run_of_hours_has_no_other_limit() -> None:
