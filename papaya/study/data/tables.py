@@ -8,7 +8,7 @@ that are pairs get the fields `x` and `y`. A partition (partition.py) says whose
     source = table_source(torch_dataset, Dirichlet(clients=100, alpha=0.3))
 
 A field that is NaN counts as missing and becomes null. Refused: values that JSON cannot hold
-(bytes, images, infinity or a NaN inside a list), a table without rows. Nothing is downloaded:
+(bytes, images, decimals, infinity or a NaN inside a list), a table without rows. Nothing is downloaded:
 `hf:FOLDER` is a folder that `Dataset.save_to_disk` wrote.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +30,8 @@ from papaya.study.data.source import Memory
 
 _ROWS_AT_ONCE: Final = 1000
 _INSTALL: Final = "pip install 'papaya-fl[data]'"
-_EXACT: Final = frozenset({str, int, bool, type(None)})  # JSON holds all their values
+_EXACT: Final = frozenset({str, int, bool, type(None)})  # what JSON holds of them is exact
+_NOT_JSON: Final = (TypeError, NotImplementedError, UnicodeEncodeError)  # the last: half a pair
 _HINT: Final = "make numbers, texts or lists of them, or leave the column out"
 
 
@@ -204,7 +206,7 @@ def _encoded(name: str, columns: dict[str, list[Any]]) -> Iterator[bytes]:
         row = dict(zip(columns, values, strict=True))
         try:
             yield encoder.encode(row)
-        except (TypeError, NotImplementedError) as error:
+        except _NOT_JSON as error:
             column = next(c for c in row if not _is_encoded(encoder, row[c]))
             raise _refusal(name, number, column, error) from error
 
@@ -212,7 +214,7 @@ def _encoded(name: str, columns: dict[str, list[Any]]) -> Iterator[bytes]:
 def _is_encoded(encoder: msgspec.json.Encoder, value: Any) -> bool:
     try:
         encoder.encode(value)
-    except (TypeError, NotImplementedError):
+    except _NOT_JSON:
         return False
     return True
 
@@ -234,13 +236,18 @@ def _require_exact(name: str, column: str, values: Sequence[Any]) -> None:
             if isinstance(part, float):
                 hint = "replace it with a finite number, or leave the column out"
                 raise _refusal(name, row, column, f"the {kind} {part} is not finite", hint)
+            if isinstance(part, Decimal):
+                hint = "convert it to a float or to a text, or leave the column out"
+                raise _refusal(name, row, column, f"the {kind} {part} is no JSON number", hint)
             hint = "decode it to a text or to a list of numbers, or leave the column out"
             raise _refusal(name, row, column, f"{kind} is not a number or a text", hint)
 
 
 def _changed_parts(value: Any) -> Iterator[Any]:
-    """What msgspec would change silently: bytes to base64, NaN and infinity to null."""
-    if isinstance(value, bytes | bytearray | memoryview):
+    """What msgspec would change silently: bytes to base64, decimals to texts, NaN and infinity to
+    null.
+    """
+    if isinstance(value, bytes | bytearray | memoryview | Decimal):
         yield value
     elif isinstance(value, float):
         if not math.isfinite(value):
