@@ -168,7 +168,7 @@ def run(options: SweepOptions) -> int:
     note(prepared.about)
     for warning in before_sweep(prepared.task, plan.vary):
         note(f"warning: {warning}")
-    if (otherwise := learned_otherwise(plan, prepared, folder)) is not None:
+    if (otherwise := learned_otherwise(plan, prepared, folder, options.ray)) is not None:
         note(otherwise)
     with writing(folder), resumable(), Progress() as progress:
         outcomes = sweep(

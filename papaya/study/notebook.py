@@ -250,7 +250,7 @@ def sweep(
             evaluations=evaluations,
             population=_population(population),
         )
-        otherwise = learned_otherwise(plan, prepared, folder)
+        otherwise = learned_otherwise(plan, prepared, folder, ray)
         if progress and otherwise is not None:
             sys.stderr.write(otherwise + "\n")
         outcomes = run_sweep(plan, folder, jobs, lambda step: tell(*_shown(step)), prepared, ray)

@@ -185,9 +185,11 @@ def updates_together(
     return runs * seeds * each
 
 
-def learned_otherwise(plan: Plan, prepared: Prepared, folder: Path) -> str | None:
+def learned_otherwise(
+    plan: Plan, prepared: Prepared, folder: Path, ray: str | None = None
+) -> str | None:
     """A message if the folder has runs of this plan with the other kind of steps, which round
-    differently; else None. `auto` may choose another kind for a larger sweep.
+    differently; else None. `auto` may choose another kind for a larger sweep, or because of `ray`.
     """
     if not (folder / "runs").is_dir():
         return None
@@ -200,9 +202,11 @@ def learned_otherwise(plan: Plan, prepared: Prepared, folder: Path) -> str | Non
     found = sum(is_kept(folder, structs.replace(run, data=other)) for run in missing)
     if not found:
         return None
+    can_keep = is_compiled or ray is None  # a cluster has eager steps only
+    remedy = f". To keep them, choose {there} steps (--steps {there})" if can_keep else ""
     return (
-        f"{found:,} of {plural(len(runs), 'run')} have results with {there} steps in {folder} and "
-        f"will be repeated with {here} steps; to keep them, choose {there} steps (--steps {there})"
+        f"{folder} has results with {there} steps for {found:,} of {plural(len(runs), 'run')}; they "
+        f"will be repeated with {here} steps{remedy}"
     )
 
 

@@ -408,7 +408,18 @@ def test_runs_with_the_other_kind_of_steps_are_named(
     larger = structs.replace(SMALL, seeds=(1, 2))
     told = learned_otherwise(larger, compiled, folder)
     assert told is not None
-    assert told.startswith(f"{len(outcomes)} of 8 runs have results with eager steps in {folder}")
+    assert told.startswith(f"{folder} has results with eager steps for {len(outcomes)} of 8 runs")
+    assert told.endswith("(--steps eager)")
+    compiled_folder = tmp_path / "compiled"
+    (compiled_folder / "runs").mkdir(parents=True)
+    for run in runs_of(SMALL, compiled):
+        (compiled_folder / "runs" / f"{run.digest}.json").touch()
+    told = learned_otherwise(SMALL, prepared, compiled_folder)
+    assert told is not None
+    assert told.endswith("(--steps compiled)")
+    told = learned_otherwise(SMALL, prepared, compiled_folder, ray="local")
+    assert told is not None
+    assert told.endswith("repeated with eager steps")
     assert learned_otherwise(larger, prepared, folder) is None
     assert learned_otherwise(larger, compiled, tmp_path) is None
 
