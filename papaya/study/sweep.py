@@ -205,8 +205,8 @@ def learned_otherwise(
     can_keep = is_compiled or ray is None  # a cluster has eager steps only
     remedy = f". To keep them, choose {there} steps (--steps {there})" if can_keep else ""
     return (
-        f"{folder} has results with {there} steps for {found:,} of {plural(len(runs), 'run')}; they "
-        f"will be repeated with {here} steps{remedy}"
+        f"{folder} has results with {there} steps for {found:,} of {plural(len(runs), 'run')}; "
+        f"they will be repeated with {here} steps{remedy}"
     )
 
 

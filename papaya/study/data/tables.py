@@ -8,8 +8,8 @@ that are pairs get the fields `x` and `y`. A partition (partition.py) says whose
     source = table_source(torch_dataset, Dirichlet(clients=100, alpha=0.3))
 
 A field that is NaN counts as missing and becomes null. Refused: values that JSON cannot hold
-(bytes, images, decimals, infinity or a NaN inside a list), a table without rows. Nothing is downloaded:
-`hf:FOLDER` is a folder that `Dataset.save_to_disk` wrote.
+(bytes, images, decimals, infinity or a NaN inside a list), a table without rows. Nothing is
+downloaded: `hf:FOLDER` is a folder that `Dataset.save_to_disk` wrote.
 """
 
 from __future__ import annotations

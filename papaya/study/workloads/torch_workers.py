@@ -103,7 +103,7 @@ class ClientTrainer:
     def results(
         self, parameters: Vector, clients: Sequence[JudgedClient], settings: ClientSGD
     ) -> Floats:
-        """A row for each client: its mean loss, then its mean of each metric, over all its examples.
+        """A row for each client: its mean loss and its mean of each metric over all its examples.
         With these settings, whatever this process has trained with before, or has read in its copy
         of the file; but `max_examples` bounds training, not what a client is judged on here.
         """
