@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from papaya.conformance.vectors.cases import Case
 from papaya.conformance.vectors.vectors import FORMATS, REFUSALS, all_vectors, check
+from papaya.learning.compression import encode_update
 from tests.unit.secagg import reference
 
 VECTORS = all_vectors()
@@ -49,6 +51,16 @@ def test_most_cases_are_invalid_and_none_is_repeated(name: str) -> None:
     assert len(invalid) > len(cases) / 2
     inputs = [json.dumps({**case, "name": ""}, sort_keys=True) for case in cases]
     assert len(set(inputs)) == len(inputs)
+
+
+def test_no_draw_changes_an_update_in_fewer_bits() -> None:
+    """So a client that draws from another generator has to encode the same bytes."""
+    for case in VECTORS["updates_in_fewer_bits"]:
+        if case["verdict"] == "valid":
+            values = np.array(case["values"], np.float32)
+            for seed in range(8):
+                encoded = encode_update(values, case["bits"], seed, case["clip"])
+                assert encoded.hex() == case["update"], case["name"]
 
 
 def test_masks_and_words_are_those_of_the_slow_reference() -> None:

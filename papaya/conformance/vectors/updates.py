@@ -10,12 +10,14 @@ from zlib import crc32
 
 import numpy as np
 
+from papaya.config.upload_bits import UploadBits
 from papaya.conformance.vectors.cases import (
     Case,
     VectorFormat,
     case_of,
 )
 from papaya.learning import parameters as parameters_files
+from papaya.learning.compression import decode_update, encode_update
 from papaya.learning.evaluation import EVALUATION_LENGTH, admit_evaluation, evaluation_vector
 from papaya.learning.parameters import FLOAT32
 from papaya.learning.weighting import admit
@@ -96,6 +98,92 @@ def _check_update(case: Case) -> object:
     return {"chunks": [{"data": p.hex(), "crc32": f"{crc32(p):08x}"} for p in pieces]}
 
 
+def _short(bits: UploadBits, scales: list[float], codes: list[int]) -> bytes:
+    kind = {8: "b", 16: "h"}[bits]
+    return struct.pack(f"<{len(scales)}f{len(codes)}{kind}", *scales, *codes)
+
+
+def _updates_in_fewer_bits() -> Iterator[Case]:
+    """In the valid cases every number is a multiple of its scale: no draw changes a code."""
+    bits: UploadBits
+    for bits, most in ((8, 127), (16, 32_767)):
+        yield from _valid_in_fewer_bits(bits, most)
+        yield from _invalid_in_fewer_bits(bits, most)
+    yield case_of(
+        "invalid",
+        "in 8 bits for a task of 16",
+        bits=16,
+        length=4,
+        clip=None,
+        update=_short(8, [1.0], [127, 0, 0, 1]).hex(),
+    )
+    # The codes are read as the scale, which is NaN then.
+    swapped = struct.pack("<4bf", 0, 0, -64, 127, 1.0)
+    yield case_of(
+        "invalid", "codes before scales", bits=8, length=4, clip=None, update=swapped.hex()
+    )
+
+
+def _valid_in_fewer_bits(bits: UploadBits, most: int) -> Iterator[Case]:
+    first = [most, 1 - most, *range(-100, 101), *([0] * 53)]
+    cases: tuple[tuple[str, list[float], list[int], float | None], ...] = (
+        ("four numbers", [1.0], [most, -64, 0, 1], None),
+        ("negative numbers", [0.25], [-most, -1], None),
+        ("of zeros", [0.0], [0, 0, 0], 1.0),
+        ("256 numbers and one more", [0.5, 0.125], [*first, -most], None),
+        ("at the clip", [2.0**-20], [most, 0], most * 2.0**-20),
+    )
+    for name, scales, codes, clip in cases:
+        yield case_of(
+            "valid",
+            f"{name}, in {bits} bits",
+            bits=bits,
+            length=len(codes),
+            clip=clip,
+            values=[code * scales[index // 256] for index, code in enumerate(codes)],
+            update=_short(bits, scales, codes).hex(),
+        )
+
+
+def _invalid_in_fewer_bits(bits: UploadBits, most: int) -> Iterator[Case]:
+    whole = _short(bits, [1.0], [most, -64, 0, 1])
+    many = [most, *([0] * 256)]
+    cases: tuple[tuple[str, int, float | None, bytes], ...] = (
+        ("float32 numbers", 4, None, struct.pack("<4f", most, -64, 0, 1)),
+        ("without scales", 4, None, whole[4:]),
+        ("one scale for 257 numbers", 257, None, _short(bits, [1.0], many)),
+        ("one number too few", 5, None, whole),
+        ("one number too many", 3, None, whole),
+        ("cut inside a scale", 4, None, whole[:3]),
+        ("empty", 4, None, b""),
+        ("a scale that is not a number", 4, None, _short(bits, [math.nan], [0, 0, 0, 1])),
+        ("zeros with a scale that is not a number", 2, None, _short(bits, [math.nan], [0, 0])),
+        ("an infinite scale", 2, None, _short(bits, [-math.inf], [1, 1])),
+        ("zeros with an infinite scale", 2, None, _short(bits, [math.inf], [0, 0])),
+        ("numbers above the largest float32", 2, None, _short(bits, [3e38], [most, 0])),
+        ("above the clip", 2, 1.0, _short(bits, [1.0], [1, 1])),
+        ("lifted above the clip by rounding", 1, 1.0, _short(bits, [1.0001 / most], [most])),
+        ("above 2^60 without a clip", 1, None, _short(bits, [2.0**61 / most], [most])),
+    )
+    for name, length, clip, data in cases:
+        yield case_of(
+            "invalid",
+            f"{name}, in {bits} bits",
+            bits=bits,
+            length=length,
+            clip=clip,
+            update=data.hex(),
+        )
+
+
+def _check_in_fewer_bits(case: Case) -> object:
+    length, bits, clip = case["length"], case["bits"], case["clip"]
+    decoded = decode_update([bytes.fromhex(case["update"])], length, bits)
+    admit([decoded.data], length, clip)
+    encoded = encode_update(decoded, bits, seed=0, clip=clip)
+    return {"values": decoded.tolist(), "update": encoded.hex()}
+
+
 def _evaluations() -> Iterator[Case]:
     for volume, loss_sum, examples in ((0, 0.0, 1), (3, 12.5, 2), (2**15, 999.0, 100)):
         yield case_of(
@@ -133,5 +221,6 @@ def _check_evaluation(case: Case) -> object:
 FORMATS: dict[str, VectorFormat] = {
     "parameters_files": (_parameters_files, _check_parameters_file),
     "updates": (_updates, _check_update),
+    "updates_in_fewer_bits": (_updates_in_fewer_bits, _check_in_fewer_bits),
     "evaluations": (_evaluations, _check_evaluation),
 }
