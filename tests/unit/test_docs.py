@@ -22,13 +22,21 @@ from papaya.attestation.policy import DevicePolicy
 from papaya.cli import main as cli
 from papaya.config import TaskConfig
 from papaya.config.deployment import Deployment
-from papaya.config.server import MAX_CHUNK_BYTES
+from papaya.config.server import MAX_CHUNK_BYTES, DeviceConfig, ServerConfig
+from papaya.device.limits import CheckInPacing, DeviceLimits
 from papaya.device.owners import parse_owners
+from papaya.device.selectors import MAX_ANSWER_BYTES
 from papaya.device.use_policy import parse_policies
 from papaya.http.limits import MAX_HEADERS, MAX_TARGET_CHARS, ListenerLimits
 from papaya.messages import wire
 from papaya.messages.base import PROTOCOL_VERSION
-from papaya.messages.participation import MAX_CHUNKS, AbortReason, Chunk, DiscardReason
+from papaya.messages.participation import (
+    MAX_CHUNKS,
+    MAX_EXTRA_S,
+    AbortReason,
+    Chunk,
+    DiscardReason,
+)
 from papaya.messages.selection import Capabilities
 from papaya.server.admin.accounts import Identities
 from papaya.server.admin.routes import AdminRoutes
@@ -67,6 +75,10 @@ class Block(NamedTuple):
 
 def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
+
+
+def one_line(page: Path) -> str:
+    return " ".join(text_of(page).split())
 
 
 def prose_of(page: Path) -> str:
@@ -364,6 +376,64 @@ def test_the_protocols_page_has_the_limits_of_the_code() -> None:
     assert f"and no pause of more than {limits.answer_pause_s:g} s |" in page
     assert f"closed after {limits.idle_timeout_s:g} s |" in page
     assert f"There are at most {MAX_CHUNKS:,}." in page
+
+
+def test_the_protocols_page_has_the_limits_of_the_reference_client() -> None:
+    page, limits = one_line(PROTOCOL), DeviceLimits()
+    for phrase in (
+        f"trains for at most {limits.max_training_s:g} s",
+        f"heartbeats {limits.min_heartbeat_s:g} s to {limits.max_heartbeat_s:g} s apart",
+        f"takes at most {in_units(limits.max_model_bytes)}",
+        f"uploads for at most {limits.max_upload_s:g} s",
+        f"never waits more than {limits.max_retry_after_s:g} s because of a `Retry`",
+        f"or {in_words(limits.max_rejected_s)} because of a `Rejected`",
+        f"`keep_s` moves its deadlines by at most {MAX_EXTRA_S:g} s per visit",
+        f"The server does this for at most {MAX_EXTRA_S:g} s per session",
+        f"is {in_words(limits.max_exclusion_s)} ago (the reference client's `max_exclusion_s`)",
+        f"lists the task for another {in_words(limits.max_exclusion_s)}",
+        f"| answer | up to {in_units(MAX_ANSWER_BYTES)};",
+        f"the default is {in_words(DeviceConfig().participation_floor_s)}.",
+    ):
+        assert phrase in page, phrase
+
+
+def test_the_protocols_page_has_the_back_off_of_the_reference_client() -> None:
+    page, config, pacing = one_line(PROTOCOL), DeviceConfig(), CheckInPacing()
+    answer_s, first_s, most_s = config.request_timeout_s, config.backoff_s, config.max_backoff_s
+    visit_s, pause_s = pacing.backoff_s, pacing.pause_s
+    for phrase in (
+        f"no answer after {answer_s:g} s ({config.check_in_timeout_s:g} s for a check-in)",
+        f"no answer comes within {answer_s:g} s of sending the request",
+        f"no valid answer comes within {answer_s:g} s",
+        f"from 0 to min({most_s:g} s, {first_s:g} s × 2ⁿ)",
+        f"at most {2 * first_s:g} s before the first, {4 * first_s:g} s before the second",
+        f"sends the next one after a time drawn uniformly from 0 to {most_s:g} s",
+        f"gives up a check-in or a join after {config.give_up_s:g} s",
+        f"pauses for {0.5 * pause_s:g} s to {1.5 * pause_s:g} s, drawn uniformly",
+        f"*b* = min({pacing.max_backoff_s:g} s, {visit_s:g} s × 2ᵐ⁻¹)",
+        f"{visit_s / 2:g} s to {visit_s:g} s after the first",
+    ):
+        assert phrase in page, phrase
+
+
+def test_the_protocols_page_has_the_waiting_times_of_a_server() -> None:
+    page, server = one_line(PROTOCOL), ServerConfig()
+    for phrase in (
+        f"its `hold_s`, {server.hold_s:g} s by default",
+        f"Wait for at least {DeviceConfig().check_in_timeout_s:g} s.",
+        f"within three heartbeats of the server, {3 * server.heartbeat_s:g} s by default",
+        f"within about a heartbeat, {server.heartbeat_s:g} s by default",
+    ):
+        assert phrase in page, phrase
+
+
+def in_words(seconds: float) -> str:
+    known = {3600.0: "one hour", 86400.0: "a day"}
+    return known.get(seconds) or f"{seconds / 86400:g} days"
+
+
+def in_units(size: int) -> str:
+    return f"{size >> 30} GiB" if size >= 1 << 30 else f"{size >> 10} KiB"
 
 
 def test_every_message_in_the_protocols_conversation_is_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -12,13 +13,15 @@ from cryptography.hazmat.primitives import serialization
 from papaya.attestation.policy import DevicePolicy
 from papaya.attestation.software import make_quote, root_certificate
 from papaya.attestation.verify import MAX_COLLATERAL_BYTES, MAX_QUOTE_BYTES
+from papaya.device.selectors import MAX_ANSWER_BYTES
 from papaya.messages.participation import SecureOffer
 from papaya.secagg.channel import SEALED_BYTES
 from papaya.secagg.offer import OFFER_BYTES
 from papaya.secagg.parameters import MAX_ENCODED_BYTES, SCHEME, PublicParameters
 from papaya.tsa.errors import RefusalReason as TsaReason
-from papaya.tsa.wire import Operation
-from tests.unit.test_docs import PROTOCOL, ROOT, text_of
+from papaya.tsa.process import MAX_CONNECTIONS, platform_limits
+from papaya.tsa.wire import MAX_REQUEST_BYTES, Operation
+from tests.unit.test_docs import PROTOCOL, ROOT, one_line, text_of
 
 SECURE = ROOT / "docs" / "secure-aggregation.md"
 SECURE_SPEC = ROOT / "docs" / "spec" / "secure-aggregation.md"
@@ -43,6 +46,29 @@ def test_both_pages_give_the_limits_of_the_code_for_an_offer() -> None:
     for page in (text_of(SECURE_SPEC), text_of(PROTOCOL)):
         for limit in (MAX_ENCODED_BYTES, MAX_QUOTE_BYTES, MAX_COLLATERAL_BYTES):
             assert f"{limit:,} bytes" in page, limit
+
+
+def test_the_secure_specification_has_the_default_limits_of_a_tsa() -> None:
+    page, limits = one_line(SECURE_SPEC), platform_limits()
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert limits.memory_bytes == memory_bytes // 2
+    assert limits.offer_lifetime_s == 3600
+    for phrase in (
+        f"Default limits: {limits.tasks} tasks, half of the memory for sums",
+        f"{limits.outstanding_offers:,} outstanding offers and {limits.open_groups} open groups",
+        f"K + {limits.left_over_seeds:,} seeds per group, one hour per offer",
+        f"one hour per offer, {MAX_CONNECTIONS} connections.",
+    ):
+        assert phrase in page, phrase
+    assert MAX_REQUEST_BYTES == 2**20
+    assert "A request has 1 to 2²⁰ bytes;" in page
+
+
+def test_the_secure_specification_has_the_longest_answer_that_a_device_reads() -> None:
+    page = one_line(SECURE_SPEC)
+    assert f"A device reads answers of up to {MAX_ANSWER_BYTES >> 10} KiB, which holds both" in page
+    in_base64 = 4 * (MAX_QUOTE_BYTES + MAX_COLLATERAL_BYTES) // 3
+    assert in_base64 + MAX_ENCODED_BYTES < MAX_ANSWER_BYTES
 
 
 def test_the_secure_specification_has_the_insecure_root_and_a_quote() -> None:
