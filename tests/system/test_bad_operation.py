@@ -149,7 +149,7 @@ async def _fill_the_disk(installation: Installation, server: ServerProcess) -> B
 
 
 def _see_it_live_on(installation: Installation, server: ServerProcess) -> None:
-    """It says what to do, answers, and steps down as a leader.
+    """It says what to do, answers, and steps down as a leader, which `papaya status` tells.
 
     The leader's renewals always write rows. Whether a blob is written meanwhile is chance: that is
     in tests/unit/server/test_workers_in_trouble.py.
@@ -158,5 +158,12 @@ def _see_it_live_on(installation: Installation, server: ServerProcess) -> None:
     assert "hint: " in told
     assert "disk" in told, told
     admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
-    admin.until("/admin/status", lambda status: not status["leads"], _STEP_S)
+    led = admin.until("/admin/status", lambda status: not status["is_led"], _STEP_S)
+    token = ("--token-file", str(installation.data / "admin.token"))
+    asked = run_to_the_end("status", "--admin", f"http://{server.addresses['admin']}", *token)
+    assert asked.returncode == 1, asked
+    nobody = f"leader       none; the last leader was {led['leader']}"
+    assert nobody in asked.stdout.splitlines()
+    assert f"problem: no leader: {led['leader']} has not renewed its lease" in asked.stderr
+    assert "its disk is not full" in asked.stderr
     assert server.is_running
