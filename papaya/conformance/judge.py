@@ -329,6 +329,15 @@ def _outcome(t: Transcript) -> Iterator[RuleFinding]:
         yield _verdict("counted", [] if why is None else [f"the update was discarded: {why}"])
 
 
+def _evaluation(t: Transcript) -> Iterator[RuleFinding]:
+    if not any(isinstance(s.answer, Joined) and s.answer.evaluates for s in t.seen):
+        return
+    reports = [s.message for s in t.of(Report)]
+    told = [m.examples for m in reports if isinstance(m, Report)]
+    if told:
+        yield _verdict("evaluation", [f"Report.examples is {n}" for n in told if n != 1])
+
+
 # -- secure tasks ---------------------------------------------------------------------------
 
 
@@ -363,5 +372,6 @@ _CHECKS: tuple[Callable[[Transcript], Iterator[RuleFinding]], ...] = (
     _chunks,
     _incomplete,
     _outcome,
+    _evaluation,
     _secure,
 )

@@ -209,6 +209,7 @@ class Kit:
         scenario = kind(self._heartbeat_s, self._restart)
         config = self._task_of(scenario)
         await self._submit(config)
+        evaluation = await self._evaluate(config.task) if scenario.evaluates else None
         self._gateway.seen = []
         self._gateway.perturbs = scenario
         setup = self._setup(scenario, config)
@@ -216,6 +217,8 @@ class Kit:
             await visit(setup)
         transcript = Transcript(list(self._gateway.seen), self._heartbeat_s, time.monotonic())
         await self._admin("POST", f"/{config.task}/cancel", b'{"why": "the scenario is over"}')
+        if evaluation is not None:
+            await self._until_over(evaluation)
         findings: dict[str, RuleFinding] = {}
         for finding in (*scenario.judge(transcript), *judge(transcript)):
             if finding.rule not in findings or findings[finding.rule].kept:
@@ -250,6 +253,17 @@ class Kit:
         stored = await self._admin("PUT", where, encoded)
         new = {"config": config, "parameters": stored["parameters"]}
         await self._admin("POST", "", msgspec.json.encode(new))
+
+    async def _evaluate(self, task: str) -> str:
+        """Pauses the task, so that only its evaluation wants clients: one is enough."""
+        started = await self._admin("POST", f"/{task}/evaluate", b'{"clients": 1}')
+        await self._admin("POST", f"/{task}/pause", b"{}")
+        return str(started["task"])
+
+    async def _until_over(self, evaluation: str) -> None:
+        """It ends soon after its task, with a result or without."""
+        while (await self._admin("GET", f"/{evaluation}"))["task"]["state"] == "running":
+            await asyncio.sleep(self._heartbeat_s / 10)
 
     def _setup(self, scenario: Scenario, config: TaskConfig) -> ClientSetup:
         state = self._folder / "state" / config.task

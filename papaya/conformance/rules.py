@@ -41,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     Rule("upload-url", "direct-uploads", "An upload that fails directly goes through a selector."),
     Rule("incomplete", "incomplete", "Exactly the missing chunks are sent again, then Complete."),
     Rule("counted", "the-update", "The update is one that the server counts."),
+    Rule("evaluation", "the-update", "An evaluation reports one example and fills one bucket."),
     Rule("completed", "completed", "After Completed, the visit is over."),
     Rule("aborted", "aborted", "After Aborted, the client stops."),
     Rule("refused", "refused", "After Refused, the visit is over."),

@@ -67,6 +67,7 @@ class Scenario:
     upload_bits: ClassVar[Literal[16, 32]] = 32
     visits: ClassVar[int] = 1
     participation_gap_s: ClassVar[float] = 0.0
+    evaluates: ClassVar[bool] = False  # the visit is for an evaluation of the task
 
     def __init__(self, heartbeat_s: float, restart: Callable[[], Awaitable[None]]) -> None:
         self.heartbeat_s = heartbeat_s
@@ -399,6 +400,19 @@ class TooSoon(Scenario):
             yield RuleFinding("history", not problems, problems[0] if problems else "")
 
 
+class EvaluationVisit(Scenario):
+    """A client that leaves the evaluation is not judged: nobody has to evaluate."""
+
+    name = "evaluation"
+    explains = "an evaluation: the client uploads how good the model is on its data"
+    rules = ("evaluation",)
+    evaluates = True
+
+    def judge(self, t: Transcript) -> Iterator[RuleFinding]:
+        if not t.of(Leave):
+            yield from super().judge(t)
+
+
 class SecureVisit(Scenario):
     name = "secure"
     explains = "a secure task, with the software TSA"
@@ -595,6 +609,7 @@ SCENARIOS: tuple[type[Scenario], ...] = (
     SlowCommit,
     ServerCrash,
     TooSoon,
+    EvaluationVisit,
     SecureVisit,
     SecureFaults,
     SecureShortWords,

@@ -325,6 +325,18 @@ def not_a_number(client: Any) -> None:
     client.upload = poisoned
 
 
+@breaks("evaluation", "evaluation")
+def trains_in_an_evaluation(client: Any) -> None:
+    """The update has the length of an evaluation, and fills no bucket."""
+    participate, download = client.participate, client.download
+
+    def trains(server: Any, history: Any, joined: Any, heartbeats: Any) -> Any:
+        return participate(server, history, {**joined, "evaluates": False}, heartbeats)
+
+    client.participate = trains
+    client.download = lambda server, joined: download(server, joined)[: joined["update_length"]]
+
+
 def _uploading(client: Any, *, all_again: bool, other_bytes: bool) -> None:
     def upload(server: Any, ticket: str, chunk_bytes: int, update: bytes) -> Any:
         name, count = client.uuid.uuid4().hex, -(-len(update) // chunk_bytes)

@@ -125,19 +125,26 @@ async def _words_of_32_bits(setup: ClientSetup) -> None:
     await reference_visit(structs.replace(setup, task={**setup.task, "upload_bits": 32}))
 
 
-def test_other_ways_to_break_a_secure_task(tmp_path: Path) -> None:
+OTHERS: tuple[tuple[str, Broken, str], ...] = (
+    ("secure", partial(reference_visit, trust=InTheClear), "counted"),
+    ("secure-16-bit", _words_of_32_bits, "sealed"),
+    (
+        "evaluation",
+        partial(_altering, Report, lambda message: structs.replace(message, examples=7)),
+        "evaluation",
+    ),
+)
+
+
+def test_other_ways_to_break_a_rule(tmp_path: Path) -> None:
     async def play() -> list[list[str]]:
         async with opened_kit(tmp_path, heartbeat_s=5.0) as (kit, _):
             found = []
-            for name, visit in (
-                ("secure", partial(reference_visit, trust=InTheClear)),
-                ("secure-16-bit", _words_of_32_bits),
-            ):
+            for name, visit, _rule in OTHERS:
                 [scenario] = chosen([name])
                 result = await kit.play(scenario, visit)
                 found.append([finding.rule for finding in result.broken])
             return found
 
-    in_the_clear, other_words = asyncio.run(play())
-    assert "counted" in in_the_clear
-    assert "sealed" in other_words
+    broken = asyncio.run(play())
+    assert [rule in found for (_, _, rule), found in zip(OTHERS, broken, strict=True)] == [True] * 3
