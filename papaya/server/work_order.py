@@ -177,6 +177,15 @@ class WorkOrder:
         works = [given if isinstance(given, LoneJob) else given[0] for given in found.waiting]
         return max((work.seq or 0 for work in (*works, found.lone) if work is not None), default=0)
 
+    def take_folds(self, lane: str) -> list[tuple[Fold, UploadChunks]]:
+        """All folds that wait in this lane: they will not run."""
+        found = self._lanes.get(lane, _Lane())
+        folds = [given for given in found.waiting if not isinstance(given, LoneJob)]
+        found.waiting = deque(given for given in found.waiting if isinstance(given, LoneJob))
+        if found.is_idle:
+            self._lanes.pop(lane, None)
+        return folds
+
     def take(self, lane: str, *, for_tsa: bool) -> FoldJob | LoneJob | None:
         """The next job of this lane, if it may run now. Call `done` or `again` with it later."""
         found = self._lanes.get(lane)

@@ -7,21 +7,23 @@
     loop ── perform(work) ──▶ WorkOrder, one lane per task ──▶ threads ──▶ shards, blobs
          ◀── deliver(result) ──
 
-`work_order.py` says which jobs may run, `crew.py` has the threads. As many threads as there are
-shards do the work in the clear. Folds and steps of secure tasks call the TSA, which may not answer
-for a while, so each secure task has threads of its own for them, and one more for its requests. No
-other task waits for these threads, neither tasks in the clear nor tasks of another TSA. To add
-updates or to apply a step, every thread takes a shard, and waits until one is free. It holds none
-while it waits for the TSA or for a blob.
+`work_order.py` says which jobs may run, `crew.py` has the threads. There are as many threads of
+tasks in the clear as there are shards. Folds and steps of secure tasks call the TSA, which may not
+answer for a while, so each secure task has threads of its own for them, and one more for its
+requests. No other task waits for these threads, neither tasks in the clear nor tasks of another
+TSA. To add updates or to apply a step, every thread takes a shard, and waits until one is free. It
+holds none while it waits for the TSA or for a blob.
 
-If no thread can start for a secure task, its work waits, and the machine is told. While the server
-closes, the threads in the clear do this work, after their own.
+If no thread can start for a secure task, its work waits, and the machine is told after the third
+failed attempt. From then on its updates are given back as if the TSA did not answer, because they
+would use the memory of all tasks. While the server closes, the threads of tasks in the clear do
+this work, after their own.
 
-Writing a blob is retried until it succeeds, without blocking a thread. Delayed is delivered from
-the third attempt on that fails, and the result at the end. A missing blob or an unexpected error is
-delivered as Lost. The task's earlier work is then skipped until Restore, because the machine loads
-the task again and asks for those updates again. The queue needs no bound of its own: the machine's
-memory for uploads bounds it.
+Writing a blob is retried until it succeeds, without blocking a thread. Delayed is delivered after
+the third failed attempt and after each later one, and the result when the write succeeds. A missing
+blob or an unexpected error is delivered as Lost. The task's earlier work is then skipped until
+Restore, because the machine loads the task again and asks for those updates again. The queue needs
+no bound of its own: the machine's memory for uploads bounds it.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from papaya.aggregator.work import (
     DeleteBlobs,
     Drop,
     Fold,
+    Folded,
     Forget,
     GetOffers,
     Keep,
@@ -66,6 +69,7 @@ from papaya.server.work_order import FoldJob, Given, LoneJob, WorkOrder, task_of
 
 logger = logging.getLogger("papaya.workers")
 
+_NO_THREAD: Final = "no thread can start for this task: its aggregator is at a limit on threads"
 # Failed attempts after which the machine is told. Single errors of a bucket are usual.
 TOLD_FROM: Final = 3
 # Threads of one secure task. The TSA has one thread, so more of them would only wait for it.
@@ -281,6 +285,25 @@ class Workers:
             self._order.again(job)
             self._wake(job.lane)
 
+    def _give_folds_back(self, lane: str) -> None:
+        """No thread can start for this lane: its updates wait with their clients, as they do for a
+        TSA that does not answer.
+        """
+        with self._lock:
+            if self._is_closing:
+                return  # see _find_in_the_clear
+            given = self._order.take_folds(lane)
+            self._wake(lane)  # what was behind them
+        for _, upload in given:
+            self._shards.release(upload)
+        self._deliver_all(
+            [
+                Folded(work.config.task, work.seq, work.target, work.session, is_unanswered=True)
+                for work, _ in given
+            ]
+        )
+        self._become_idle()
+
     def _become_idle(self) -> None:
         if self._order.is_idle:
             self._idle.set()
@@ -326,8 +349,8 @@ class Workers:
         if attempts >= TOLD_FROM:
             found.is_lasting = True
             found.seq = max(found.seq, self._order.newest_seq(lane))
-            reason = "no thread can start for this task: its aggregator is at a limit on threads"
-            self._tell_threads(task, found.seq, reason)
+            self._tell_threads(task, found.seq, _NO_THREAD)
+            self._call(self._give_folds_back, lane)
 
     def _tell_threads(self, task: TaskId, seq: int, reason: str) -> None:
         if seq:
@@ -386,12 +409,22 @@ class Workers:
         call_on(self._loop, function, *arguments)
 
     def _get_offers(self, work: GetOffers) -> None:
+        task, manifest = work.config.task, work.config.manifest
+        with self._lock:
+            found = self._threadless.get(task)
+            is_held_up = found is not None and found.is_lasting and task in found.lanes
+        if is_held_up:
+            # Clients would use the offers for updates that are given back.
+            offered = Offered(
+                task, work.seq, problem=_NO_THREAD, is_unanswered=True, manifest=manifest
+            )
+            self._call(self._deliver_all, [offered])
+            return
         try:
             offered = self._shards.get_offers(work)
         except Exception as error:
-            logger.exception("cannot get offers for %s", work.config.task)
-            problem, manifest = _unexpected(error), work.config.manifest
-            offered = Offered(work.config.task, work.seq, problem=problem, manifest=manifest)
+            logger.exception("cannot get offers for %s", task)
+            offered = Offered(task, work.seq, problem=_unexpected(error), manifest=manifest)
         self._call(self._deliver_all, [offered])
 
     def _fold(self, job: FoldJob) -> None:
@@ -504,7 +537,8 @@ class Workers:
         """Without details: errors of storage have paths and addresses, and owners of tasks read
         this. The log has them.
         """
-        # Only steps and restores read blobs, and they read before they write.
+        # Only steps and restores read blobs, and they read before they write. Calls to the TSA do
+        # not raise OSError.
         done = "written" if job.is_computed else "read"
         with self._lock:
             job.problem = f"blobs of task {job.task} cannot be {done}"

@@ -11,11 +11,21 @@ from typing import cast
 import pytest
 
 from papaya.aggregator.masked_sum import Tsa, TsaError
-from papaya.aggregator.work import Delayed, Folded, Forget, GetOffers, Offered, Restore, Restored
+from papaya.aggregator.work import (
+    Delayed,
+    Drop,
+    Folded,
+    Forget,
+    GetOffers,
+    Offered,
+    Restore,
+    Restored,
+)
 from papaya.messages.base import BlobKey, TaskId
 from papaya.server import workers
 from papaya.server.workers import TOLD_FROM
 from tests.unit.server.worker_builders import (
+    CHUNK_BYTES,
     OTHER,
     PATIENCE_S,
     SECURE,
@@ -28,6 +38,7 @@ from tests.unit.server.worker_builders import (
 )
 
 UPDATE = [0.0] * (SECURE.update_bytes // 4)
+NO_THREAD = "no thread can start for this task: its aggregator is at a limit on threads"
 
 
 class ThreadLimit:
@@ -52,6 +63,18 @@ class ThreadLimit:
         async with asyncio.timeout(PATIENCE_S):
             while self._attempts < until:
                 await asyncio.sleep(0)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, names: Set[str]) -> None:
+    """Threads with these names cannot start."""
+    start = Thread.start
+
+    def start_others(thread: Thread) -> None:
+        if thread.name in names:
+            raise RuntimeError  # without a text
+        start(thread)
+
+    monkeypatch.setattr(Thread, "start", start_others)
 
 
 @pytest.fixture
@@ -90,31 +113,41 @@ def sessions(driver: Driver) -> list[str]:
     return [folded.session for folded in driver.of(Folded)]
 
 
-def test_updates_of_a_secure_task_wait_until_its_first_thread_can_start(
+def test_a_secure_task_without_a_thread_holds_no_memory_for_uploads(
     limit: ThreadLimit, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Until then, the workers report a problem."""
+    """Its updates fill the memory of all tasks. They are given back, as if the TSA did not answer,
+    and count when they come again. Until a thread starts, the workers report a problem.
+    """
 
     async def test(driver: Driver) -> None:
         limit.is_reached = True
         driver.fold(SECURE, "a", UPDATE)
         driver.fold(SECURE, "b", UPDATE)
-        await driver.until(Delayed)
+        assert driver.pool.free == 0
+        await driver.until(Folded, 2)
+        assert all(folded.is_unanswered for folded in driver.of(Folded))
+        await driver.workers.drain()
+        assert driver.pool.free == driver.pool.count
         assert driver.workers.problem == "no thread can start for task next-word"
         driver.fold(WORDS, "c", [1, 2, 3, 4])
-        await driver.until(Folded)
-        assert sessions(driver) == ["c"]
-        limit.is_reached = False
         await driver.until(Folded, 3)
-        await driver.workers.drain()
-        assert driver.workers.problem == ""
+        driver.fold(SECURE, "a", UPDATE)
+        await driver.until(Folded, 4)
+        assert driver.of(Folded)[-1].is_unanswered
+        limit.is_reached = False
+        while driver.workers.problem:
+            await asyncio.sleep(0)
+        driver.fold(SECURE, "a", UPDATE)
+        await driver.until(Folded, 5)
 
     with caplog.at_level(logging.INFO):
-        driver = run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, PausedTsa()))
-    assert sorted(sessions(driver)) == ["a", "b", "c"]
-    reason = "no thread can start for this task: its aggregator is at a limit on threads"
+        buffers = 2 * SECURE.update_bytes // CHUNK_BYTES
+        driver = run(test, MemoryBlobs(WORDS), buffers=buffers, tsa=cast(Tsa, PausedTsa()))
+    assert sessions(driver) == ["a", "b", "c", "a", "a"]
+    assert not driver.of(Folded)[-1].is_unanswered
     *delayed, over = driver.of(Delayed)
-    assert set(delayed) == {Delayed("next-word", 1, reason, "threads")}
+    assert set(delayed) == {Delayed("next-word", 1, NO_THREAD, "threads")}
     assert over == Delayed("next-word", 1, "", "threads")
     events = [record.message for record in caplog.records if record.name == "papaya"]
     assert len(events) == 2
@@ -138,15 +171,20 @@ def test_a_worker_goes_on_if_it_cannot_start_a_thread_for_the_next_work(
             await asyncio.to_thread(thread.join, PATIENCE_S)
         limit.is_reached = True
         blobs.unblock()
-        await limit.refused(2)
-        driver.fold(WORDS, "b", [1, 2, 3, 4])
         await driver.until(Folded)
-        limit.is_reached = False
+        driver.fold(WORDS, "b", [1, 2, 3, 4])
         await driver.until(Folded, 2)
+        limit.is_reached = False
+        driver.fold(SECURE, "a", UPDATE)
+        await driver.until(Folded, 3)
         await driver.workers.drain()
 
     driver = run(test, blobs, threads=1, tsa=cast(Tsa, PausedTsa()))
-    assert sessions(driver) == ["b", "a"]
+    assert [(folded.session, folded.is_unanswered) for folded in driver.of(Folded)] == [
+        ("a", True),
+        ("b", False),
+        ("a", False),
+    ]
     assert len(driver.of(Restored)) == 1
 
 
@@ -198,21 +236,16 @@ def test_a_task_waits_for_a_thread_until_all_its_kinds_of_work_have_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Updates and requests have different threads."""
-    refused, start = {"papaya-tsa-next-word", "papaya-tsa-next-word/requests"}, Thread.start
-
-    def start_others(thread: Thread) -> None:
-        if thread.name in refused:
-            raise RuntimeError  # without a text
-        start(thread)
-
-    monkeypatch.setattr(Thread, "start", start_others)
+    refused = {"papaya-tsa-next-word", "papaya-tsa-next-word/requests"}
+    refuse(monkeypatch, refused)
 
     async def test(driver: Driver) -> None:
         driver.fold(SECURE, "a", UPDATE)
         driver.workers.perform(GetOffers(SECURE, 1, 1))
         await driver.until(Delayed, 4)
         refused.remove("papaya-tsa-next-word")
-        await driver.until(Folded)
+        while not worker_threads("papaya-tsa"):
+            await asyncio.sleep(0)
         assert [told for told in driver.of(Delayed) if not told.reason] == []
         assert driver.workers.problem == "no thread can start for task next-word"
         refused.clear()
@@ -224,6 +257,42 @@ def test_a_task_waits_for_a_thread_until_all_its_kinds_of_work_have_one(
     assert overs == [Delayed("next-word", 1, "", "threads")]
     events = [record.message for record in caplog.records if record.name == "papaya"]
     assert [event.split()[0] for event in events] == ["threads_refused", "threads_started"]
+
+
+def test_there_are_no_offers_for_updates_that_would_be_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread for requests has started before."""
+    refused = {"papaya-tsa-next-word"}
+    refuse(monkeypatch, refused)
+
+    async def test(driver: Driver) -> None:
+        driver.fold(SECURE, "a", UPDATE)
+        await driver.until(Folded)
+        driver.workers.perform(GetOffers(SECURE, 1, 1))
+        await driver.until(Offered)
+        [offered] = driver.of(Offered)
+        assert (offered.is_unanswered, offered.problem) == (True, NO_THREAD)
+        refused.clear()
+        while driver.workers.problem:
+            await asyncio.sleep(0)
+        driver.workers.perform(GetOffers(SECURE, 1, 1))
+        await driver.until(Offered, 2)
+        assert driver.of(Offered)[-1].problem == "the TSA knows too many tasks"
+
+    run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, PausedTsa()))
+
+
+def test_a_task_that_leaves_is_dropped_without_a_thread_of_its_own(limit: ThreadLimit) -> None:
+    async def test(driver: Driver) -> None:
+        limit.is_reached = True
+        driver.fold(SECURE, "a", UPDATE)
+        driver.upload("next-word", "b", UPDATE)
+        driver.workers.perform(Drop("next-word", 1))
+        await driver.workers.drain()
+
+    driver = run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, PausedTsa()))
+    assert driver.pool.free == driver.pool.count
 
 
 def test_a_task_that_only_has_to_be_forgotten_waits_for_a_thread_too(limit: ThreadLimit) -> None:

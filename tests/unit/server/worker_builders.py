@@ -189,12 +189,13 @@ def run(
     blobs: MemoryBlobs,
     threads: int = 1,
     kernel: Kernel = NUMPY,
+    buffers: int = 1000,
     tsa: Tsa | None = None,
 ) -> Driver:
     """Runs the test and closes the workers, whatever happens."""
 
     async def whole() -> Driver:
-        driver = Driver(blobs, threads, kernel, tsa=tsa)
+        driver = Driver(blobs, threads, kernel, buffers, tsa)
         try:
             await asyncio.wait_for(test(driver), PATIENCE_S)
         finally:
