@@ -25,6 +25,7 @@ from papaya.study.data.source import Memory
 from papaya.study.run import record_plan
 from papaya.study.simulation import SimulatedRun
 from papaya.study.trace import Trace
+from papaya.study.workloads.registry import Steps
 
 RATE, EPOCHS, BATCH, MOST = 0.3, 2, 8, 40
 SEED = 5
@@ -126,7 +127,9 @@ def adam(rate: float, beta1: float, beta2: float, epsilon: float) -> Step:
 # --- both ----------------------------------------------------------------------------------------
 
 
-def simulated(regime: AsyncFL | SyncFL, optimizer: OptimizerConfig) -> SimulatedRun:
+def simulated(
+    regime: AsyncFL | SyncFL, optimizer: OptimizerConfig, steps: Steps = "eager"
+) -> SimulatedRun:
     task = Task(
         name="clusters",
         model=a_model,
@@ -147,13 +150,14 @@ def simulated(regime: AsyncFL | SyncFL, optimizer: OptimizerConfig) -> Simulated
         seed=SEED,
         population=population,
         progress=False,
+        steps=steps,
     )
 
 
 def both(
-    regime: AsyncFL | SyncFL, optimizer: OptimizerConfig, step: Step
+    regime: AsyncFL | SyncFL, optimizer: OptimizerConfig, step: Step, steps: Steps = "eager"
 ) -> tuple[Trace, Tensor, Tensor]:
-    run = simulated(regime, optimizer)
+    run = simulated(regime, optimizer, steps)
     trace, _ = record_plan(run.result.run.recording_plan)
     assert 8 <= run.result.versions <= trace.versions, "it records to the end of a minute"
     torch.manual_seed(SEED)
@@ -183,4 +187,11 @@ def test_syncfl_is_fedavg_bit_for_bit() -> None:
 def test_asyncfl_is_fedbuff_within_rounding(optimizer: OptimizerConfig, step: Step) -> None:
     trace, ours, theirs = both(AsyncFL(aggregation_goal=4), optimizer, step)
     assert trace.staleness.max() > 0
+    assert float((ours - theirs).abs().max()) < 1e-6
+
+
+@pytest.mark.soak  # it compiles; tests/unit/learning/torch compares compiled gradients
+@pytest.mark.parametrize("regime", [AsyncFL(aggregation_goal=4), SyncFL(over_selection=0.3)])
+def test_compiled_steps_are_the_same_within_rounding(regime: AsyncFL | SyncFL) -> None:
+    _, ours, theirs = both(regime, OptimizerConfig(kind="fedavg"), plain, steps="compiled")
     assert float((ours - theirs).abs().max()) < 1e-6
