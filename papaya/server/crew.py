@@ -33,7 +33,7 @@ def call_on(
 
 
 def retry_delay_s(attempts: int, first_s: float = FIRST_RETRY_S) -> float:
-    """After so many attempts that have failed."""
+    """The delay before the next attempt, after `attempts` failed ones."""
     return min(first_s * 2.0 ** min(attempts - 1, 100), LONGEST_RETRY_S)
 
 
@@ -58,9 +58,9 @@ class Crew:
     ) -> None:
         """`find` returns a job that may run now, or None. It is called with `lock` held.
 
-        `life_s`: how long a thread waits for work; None for ever. `on_limit` is called with the
-        number of attempts and the reason after each attempt to start the first thread that fails,
-        and with None when it has started.
+        `life_s`: how long a thread waits for work. None: forever. `on_limit` is called each time
+        that the first thread cannot start, with the number of failed attempts and the reason, and
+        once when it has started, with None as the reason.
         """
         self._name = name
         self._most = most
@@ -93,7 +93,9 @@ class Crew:
             self._start()
 
     def wake(self) -> None:
-        """There is work. A job that is taken must wake a thread for what may run beside it."""
+        """Call it when there is work. If more work may run beside the job that `find` returns,
+        `find` must call it too. It does not raise, so that `find` does not lose the job.
+        """
         if self._waiting:
             self._changed.notify()
         elif self._threads or not self._attempts:
@@ -120,16 +122,22 @@ class Crew:
             return
         try:
             self._start()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not self._threads:
                 self._attempts += 1
                 delay_s = retry_delay_s(self._attempts, self._first_retry_s)
                 call_on(self._loop, self._loop.call_later, delay_s, self._try_again)
-                self._on_limit(self._attempts, str(error))
+                self._tell(self._attempts, str(error))
             return
         if self._attempts:
             attempts, self._attempts = self._attempts, 0
-            self._on_limit(attempts, None)
+            self._tell(attempts, None)
+
+    def _tell(self, attempts: int, why: str | None) -> None:
+        try:
+            self._on_limit(attempts, why)
+        except Exception:
+            logger.exception("the limit on threads of %s cannot be reported", self._name)
 
     def _try_again(self) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ class Jobs:
     def __init__(self, most: int, life_s: float | None = None) -> None:
         self.waiting: deque[CrewJob] = deque()
         self.told: list[tuple[int, str | None]] = []
+        self.failure: Exception | None = None
         self.search: Callable[[], object] = lambda: None
         self._lock = RLock()
         self.crew = Crew(
@@ -30,8 +31,13 @@ class Jobs:
             asyncio.get_running_loop(),
             life_s=life_s,
             first_retry_s=0.001,
-            on_limit=lambda attempts, why: self.told.append((attempts, why)),
+            on_limit=self._on_limit,
         )
+
+    def _on_limit(self, attempts: int, why: str | None) -> None:
+        self.told.append((attempts, why))
+        if self.failure is not None:
+            raise self.failure
 
     def _find(self) -> CrewJob | None:
         self.search()
@@ -120,6 +126,60 @@ def test_a_crew_without_threads_backs_off_until_one_starts(
         await jobs.ended()
 
     on_a_loop(test)
+
+
+@pytest.mark.parametrize("refusal", [RuntimeError("too many"), MemoryError("too many")])
+def test_no_job_is_lost_if_no_thread_can_start_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, refusal: Exception
+) -> None:
+    left, start = 1, Thread.start
+
+    def start_below_limit(thread: Thread) -> None:
+        nonlocal left
+        if left == 0:
+            raise refusal
+        left -= 1
+        start(thread)
+
+    monkeypatch.setattr(Thread, "start", start_below_limit)
+
+    async def test() -> None:
+        jobs, loop = Jobs(most=2), asyncio.get_running_loop()
+        done = [asyncio.Event(), asyncio.Event()]
+        jobs.put(*(partial(loop.call_soon_threadsafe, event.set) for event in done))
+        for event in done:
+            await event.wait()
+        assert (jobs.crew.size, jobs.told) == (1, [])
+        await jobs.ended()
+
+    on_a_loop(test)
+
+
+def test_a_crew_starts_threads_if_its_limit_cannot_be_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_reached, start = True, Thread.start
+
+    def start_below_limit(thread: Thread) -> None:
+        if is_reached:
+            raise RuntimeError("too many")
+        start(thread)
+
+    monkeypatch.setattr(Thread, "start", start_below_limit)
+
+    async def test() -> None:
+        nonlocal is_reached
+        jobs, done = Jobs(most=1), asyncio.Event()
+        jobs.failure = ZeroDivisionError()
+        jobs.put(partial(asyncio.get_running_loop().call_soon_threadsafe, done.set))
+        is_reached = False
+        await done.wait()
+        assert jobs.told == [(1, "too many"), (1, None)]
+        await jobs.ended()
+
+    on_a_loop(test)
+    messages = [record.message for record in caplog.records]
+    assert messages == 2 * ["the limit on threads of a-crew cannot be reported"]
 
 
 def test_a_crew_lives_on_if_a_job_or_the_search_for_one_fails(
