@@ -94,28 +94,50 @@ def _requests_about(deployment: Deployment, index: int, sealed: bytes) -> list[b
     ]
 
 
-@pytest.mark.parametrize("key", [None, STRANGER])
+def _asked(peer: socket.socket, request: bytes) -> bytes:
+    """The answer behind its length."""
+    peer.sendall(request)
+    return received(peer, int.from_bytes(received(peer, 4)))
+
+
+def _authenticate(peer: socket.socket, key: Ed25519PrivateKey) -> None:
+    identity = _asked(peer, wire.identity_request())[2:]
+    proof = key.sign(wire.proof_of(identity[:32], identity[32:]))
+    request = wire.authenticate_request(key.public_key().public_bytes_raw(), proof)
+    assert _asked(peer, request) == DONE[4:]
+
+
+@pytest.mark.parametrize("key", [None, STRANGER], ids=["no key", "another key"])
+@pytest.mark.parametrize("address", [None, "tcp:127.0.0.1:0"], ids=["unix", "tcp"])
 def test_a_stranger_who_knows_the_public_parameters_can_do_nothing(
-    key: Ed25519PrivateKey | None,
+    address: str | None, key: Ed25519PrivateKey | None
 ) -> None:
     """Before, any local user could send FORGET, and acknowledged updates were gone."""
     deployment = Deployment()
-    service = TsaService(deployment.tsa, lambda bound: b"a quote")
-    ours = authenticated(service)
-    ours.answer(wire.register_request(deployment.parameters.encode())[4:], NOW)
     taken, offered = deployment.any_sealed(), deployment.any_sealed()
-    assert ours.answer(wire.accept_request(taken.index, 0, taken.sealed)[4:], NOW) == [DONE]
-    before = deployment.tsa.status(deployment.hash)
+    register = wire.register_request(deployment.parameters.encode())
+    service = TsaService(deployment.tsa, lambda bound: b"a quote")
+    with (
+        running(address, service=service) as where,
+        endpoint.connect(where, PATIENCE_S) as ours,
+        endpoint.connect(where, PATIENCE_S) as theirs,
+    ):
+        _authenticate(ours, CLUSTER)
+        assert _asked(ours, register)[0] == wire.DONE
+        assert _asked(ours, wire.accept_request(taken.index, 0, taken.sealed)) == DONE[4:]
+        before = _asked(ours, wire.task_request(wire.Operation.STATUS, deployment.hash))
 
-    theirs = service.session() if key is None else authenticated(service, key)
-    for index, sealed in ((taken.index, taken.sealed), (offered.index, offered.sealed)):
-        for request in _requests_about(deployment, index, sealed):
-            [answer] = theirs.answer(request[4:], NOW)
-            assert answer[4] != wire.DONE, wire.Operation(request[4])
-    [answer] = theirs.answer(wire.register_request(deployment.parameters.encode())[4:], NOW)
-    assert answer[4] in (RefusalReason.NOT_AUTHENTICATED, RefusalReason.OTHER_CLUSTER)
-    assert deployment.tsa.status(deployment.hash) == before
-    assert ours.answer(wire.accept_request(offered.index, 0, offered.sealed)[4:], NOW) == [DONE]
+        if key is not None:
+            _authenticate(theirs, key)
+        for update in (taken, offered):
+            for request in _requests_about(deployment, update.index, update.sealed):
+                answer = _asked(theirs, request)
+                assert answer[0] != wire.DONE, wire.Operation(request[4])
+        refused = (RefusalReason.NOT_AUTHENTICATED, RefusalReason.OTHER_CLUSTER)
+        assert _asked(theirs, register)[0] in refused
+        after = _asked(ours, wire.task_request(wire.Operation.STATUS, deployment.hash))
+        assert after == before
+        assert _asked(ours, wire.accept_request(offered.index, 0, offered.sealed)) == DONE[4:]
 
 
 def test_a_proof_is_good_for_one_connection_and_one_key() -> None:
