@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -124,14 +126,20 @@ def run(options: ServeOptions) -> int:
     start_logging(deployment.log_level, deployment.log_format)
     if options.role == "tsa-gate":
         gate = _serve_gate(TsaGate(deployment, options.listen or _GATE, options.tsa))
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(gate)
+        _run(gate)
         return 0
     roles: tuple[Role, ...] = ROLES if options.role is None else (options.role,)
-    serve = _serve(deployment, roles, options.is_json)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(serve)
+    _run(_serve(deployment, roles, options.is_json))
     return 0
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    runner = asyncio.Runner(loop_factory=_loop_factory())
+    try:
+        runner.run(work)
+    finally:
+        with suppress(RuntimeError):  # it starts a thread, and there may be too many
+            runner.close()
 
 
 def _deployment(options: ServeOptions) -> Deployment:

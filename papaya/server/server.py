@@ -231,10 +231,16 @@ class Server:
             if isinstance(host, AggregatorHost):
                 await host.workers.close()
         if self._tsas is not None:
-            await asyncio.to_thread(self._tsas.close)
+            await self._close_tsas(self._tsas)
         listeners.remove(self._events.offer)
         await self._events.write_last(_CUT_OFF_S)
         await self._resources.close()
+
+    async def _close_tsas(self, tsas: TsaFleet) -> None:
+        try:
+            await asyncio.to_thread(tsas.close)
+        except RuntimeError:  # no thread can start; one that is busy may close them once more later
+            tsas.close()
 
     def _tell_if_capped(self) -> None:
         asked, given = self.deployment.max_connections, self._limits.max_connections

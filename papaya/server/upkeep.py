@@ -97,6 +97,8 @@ class Upkeep:
                     logger.info("removed %d blobs that were deleted %g s ago", removed, keep_s)
             except PapayaError as error:
                 logger.warning("%s; deleted blobs stay (hint: %s)", error, error.hint)
+            except RuntimeError as error:  # no thread can start
+                logger.warning("%s; deleted blobs stay", error)
             await asyncio.sleep(min(_REMOVE_EVERY_S, keep_s))
 
     async def publish_log(self, bucket: S3Blobs, log_folder: Path) -> None:
@@ -105,7 +107,8 @@ class Upkeep:
         while True:
             try:
                 await asyncio.to_thread(public_log.publish, log_folder, bucket, published)
-            except (PapayaError, LogError, OSError) as error:
+            except (PapayaError, LogError, OSError, RuntimeError) as error:
+                # RuntimeError: no thread can start.
                 logger.warning("cannot publish the log: %s", error)
             await asyncio.sleep(_PUBLISH_EVERY_S)
 

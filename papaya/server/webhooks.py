@@ -104,7 +104,8 @@ class Webhook:
         for _ in range(ATTEMPTS):
             try:
                 status = await asyncio.to_thread(self._post, body, delivery)
-            except (OSError, HTTPException, ValueError) as error:  # the last: no name of a host
+            # ValueError: no name of a host. RuntimeError: no thread can start.
+            except (OSError, HTTPException, ValueError, RuntimeError) as error:
                 problem = f"{type(error).__name__}"
             else:
                 if 200 <= status < 300:
