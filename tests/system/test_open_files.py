@@ -1,15 +1,22 @@
-"""A server with few file descriptors under a flood of connections that never send a byte."""
+"""A server with few file descriptors under a flood of connections that never send a byte.
+
+With TLS they never finish their handshake.
+"""
 
 from __future__ import annotations
 
 import http.client
 import socket
+import ssl
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from papaya.config import AsyncFL, TaskConfig
 from tests.system.admin import Admin
-from tests.system.processes import PAPAYA, START_S, Installation, ServerProcess
+from tests.system.processes import PAPAYA, START_S, Installation, ServerProcess, Toml
+from tests.system.tls import make_certificates
 
 OPEN_FILES = 1024
 WITH_FEW_FILES = ("sh", "-c", f'ulimit -n {OPEN_FILES} && exec "$@"', "sh", *PAPAYA)
@@ -33,13 +40,23 @@ def flood(stack: ExitStack, server: ServerProcess, address: tuple[str, int]) -> 
     server.until_logged(REFUSED, START_S, after=before)
 
 
+def connection_to(
+    address: tuple[str, int], tls: ssl.SSLContext | None, source: str = "127.0.0.1"
+) -> http.client.HTTPConnection:
+    if tls is None:
+        return http.client.HTTPConnection(*address, timeout=120, source_address=(source, 0))
+    return http.client.HTTPSConnection(
+        *address, timeout=120, source_address=(source, 0), context=tls
+    )
+
+
 class KeptAdmin(Admin):
     """Sends all requests over one connection, which was opened before the flood."""
 
-    def __init__(self, address: tuple[str, int], token: str) -> None:
-        super().__init__("", token)
+    def __init__(self, address: tuple[str, int], token: str, tls: ssl.SSLContext | None) -> None:
+        super().__init__("", token, tls)
         self._headers = {"Authorization": f"Bearer {token}"}
-        self._kept = http.client.HTTPConnection(*address, timeout=120)
+        self._kept = connection_to(address, tls)
         self.close = self._kept.close
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
@@ -48,15 +65,22 @@ class KeptAdmin(Admin):
         return response.status, response.read()
 
 
-def test_silent_connections_leave_files_for_storage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_tls", [False, True], ids=["plain", "tls"])
+def test_silent_connections_leave_files_for_storage(tmp_path: Path, is_tls: bool) -> None:
+    deployment: dict[str, Toml] = {}
+    tls = None
+    if is_tls:
+        made = make_certificates(tmp_path / "tls")
+        deployment |= made.listeners()
+        tls = ssl.create_default_context(cafile=made.authority)
     with Installation(tmp_path, program=WITH_FEW_FILES) as installation, ExitStack() as stack:
-        server = installation.add().start()
+        server = installation.add(deployment=deployment).start()
         devices, own = (address_of(server.addresses[name]) for name in ("devices", "admin"))
-        admin = KeptAdmin(own, installation.secret("admin.token"))
+        admin = KeptAdmin(own, installation.secret("admin.token"), tls)
         stack.callback(admin.close)
         assert admin.ask("GET", "/health")[0] == 200
         flood(stack, server, devices)
-        other = http.client.HTTPConnection(*devices, timeout=120, source_address=("127.0.0.2", 0))
+        other = connection_to(devices, tls, "127.0.0.2")
         stack.callback(other.close)
         other.request("GET", "/nowhere")
         assert other.getresponse().status == 404  # the flood has not taken all places
