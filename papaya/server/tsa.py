@@ -270,6 +270,10 @@ class TsaConnection:
                 except Unavailable as error:
                     self.breaker.open(error)
                     raise
+                except OSError as error:  # a limit on processes or open files, or a full disk
+                    away = Unavailable(f"the TSA cannot be started: {error}")
+                    self.breaker.open(away)
+                    raise away from error
             return self._client
 
     def _connect(self) -> TsaClient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 
 from papaya.aggregator.masked_sum import LOST, TsaError
+from papaya.aggregator.work import UNREACHABLE
 from papaya.config import Deployment
 from papaya.secagg.channel import SEALED_BYTES
 from papaya.secagg.offer import Offer
@@ -221,6 +223,25 @@ def test_a_stop_does_not_wait_for_a_child_that_starts(
         connection.register(PARAMETERS)  # no other one is started
     assert [child.returncode for child in stuck.started] == [-signal.SIGKILL]
     assert not connection.breaker.is_open  # this is no outage
+    connection.close()
+
+
+def test_a_child_that_cannot_be_forked_is_a_tsa_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is at a limit. Nothing is lost, and updates wait."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    connection = a_connection(Clock(), tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", refuse)
+        for why in ("the TSA cannot be started: .* temporarily unavailable", "has not answered"):
+            with pytest.raises(TsaError, match=why) as caught:
+                connection.adapter.accept(PARAMETERS, 0, 1, bytes(SEALED_BYTES))
+            assert caught.value.reason == UNREACHABLE
+    assert connection.breaker.outages == 1
     connection.close()
 
 
