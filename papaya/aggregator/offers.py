@@ -20,7 +20,7 @@ from collections import deque
 from msgspec import structs
 
 from papaya.aggregator.pipeline import Pipeline
-from papaya.aggregator.work import GetOffers, Offered, StockedOffer
+from papaya.aggregator.work import WAITS_FOR_TSA, GetOffers, Offered, StockedOffer
 from papaya.config import TaskConfig
 from papaya.machine import Effects
 from papaya.messages.participation import MAX_EXTRA_S, DiscardReason, SecureOffer
@@ -146,7 +146,7 @@ class Offers:
     def on_unanswered(self) -> None:
         """The TSA did not answer: it is away until it gives an offer."""
         self.is_away = self._is_doubted = True
-        self.problem = self.problem or "the TSA does not answer; updates wait for it"
+        self.problem = self.problem or WAITS_FOR_TSA
 
     def next_wake(self) -> float:
         """When the next request for offers is due."""

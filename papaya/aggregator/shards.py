@@ -11,7 +11,8 @@ An upload is a table of its chunks; nothing is copied before it is added. A buff
 sum at its last cut and the shards to which threads have added since. A cut adds the shards to the
 sum and starts new ones, so the sum that a snapshot encodes does not change while later
 updates are folded. Memory per model: the uploads, the shards, and a sum for each of the two buffers
-that may be open. For all models together, as many shards are kept to be used again.
+that may be open. For all models together, the memory of up to `count` shards is kept to be used
+again.
 
 If the rule of a task needs single updates, a buffer consists of their blobs instead, and memory
 holds those that are not written yet. The step reads all of them, block by block.
@@ -48,6 +49,7 @@ from papaya.aggregator.masked_sum import (
 from papaya.aggregator.private_sum import noised_mean
 from papaya.aggregator.work import (
     UNREACHABLE,
+    WAITS_FOR_TSA,
     Drop,
     Fold,
     Folded,
@@ -288,7 +290,8 @@ class Shards:
         tsa: Tsa | None = None,
         entropy: Entropy | None = None,
     ) -> None:
-        """`take_place`: for a step of a secure task, from when it reads its model until it is done.
+        """`take_place` limits how many steps of secure tasks hold a model: a step takes a place
+        before it reads its model, and holds it until the new version is encoded.
 
         `entropy`: for the noise of private tasks in the clear.
         """
@@ -519,11 +522,13 @@ class Shards:
         try:
             offers, terms = self._tsa.offers(parameters, work.count)
         except TsaError as error:
+            is_unanswered = error.reason == UNREACHABLE
             return Offered(
                 config.task,
                 work.seq,
-                problem=str(error),
-                is_unanswered=error.reason == UNREACHABLE,
+                # The error may have an address, and not only operators read this. The log has it.
+                problem=WAITS_FOR_TSA if is_unanswered else str(error),
+                is_unanswered=is_unanswered,
                 manifest=config.manifest,
             )
         return Offered(config.task, work.seq, offers, terms, manifest=config.manifest)

@@ -156,6 +156,7 @@ class Step(Effect, frozen=True):
 
 
 UNREACHABLE = "trusted_party_unreachable"
+WAITS_FOR_TSA = "the TSA does not answer; updates wait for it"
 FAILED = "trusted_party_failed"
 REVISED = "revised"
 

@@ -466,8 +466,11 @@ class TsaConnection:
             data = path.read_bytes()
             json.loads(data)
         except (OSError, ValueError) as error:
-            # The TSA answers: seeds of earlier offers are accepted all the same.
-            raise TsaError(FAILED, f"cannot use the collateral in {path}: {error}") from error
+            logger.warning("cannot use the collateral in %s: %s", path, error)
+            # The TSA answers: seeds of earlier offers are accepted all the same. Owners and viewers
+            # of tasks read the text.
+            told = "the collateral of the TSA cannot be used: see the log of the aggregator"
+            raise TsaError(FAILED, told) from error
         return data
 
 

@@ -31,7 +31,12 @@ from papaya.learning.server_optimizer import server_optimizer
 from papaya.messages import owner
 from papaya.messages.audit_trail import Attempt
 from papaya.messages.base import BlobKey, NodeId, TaskId
-from papaya.messages.events import StorageFailed
+from papaya.messages.events import (
+    CertificatesRefused,
+    StorageFailed,
+    TsaBack,
+    TsaUnreachable,
+)
 from papaya.messages.owner import TaskRows
 from papaya.messages.reasons import CANDIDATE_ENDINGS
 from papaya.messages.rollout import counts_of, enough_at, since, values_of
@@ -105,6 +110,13 @@ from papaya.server.ticket_keys import KEY_BYTES as TICKET_KEY_BYTES
 
 OPTIMIZERS = "optimizer/"
 NEWEST = "newest"
+# Fields of events with paths and addresses of servers.
+_FOR_OPERATORS = {
+    CertificatesRefused.name(): ("why",),
+    StorageFailed.name(): ("why",),
+    TsaBack.name(): ("peer",),
+    TsaUnreachable.name(): ("peer", "why"),
+}
 _RECENT_POINTS = 64
 _MAX_POINTS = 10_000
 _ROLL_BACK_ATTEMPTS = 10
@@ -596,10 +608,10 @@ def _version(found: TaskRows, version: int) -> VersionRow:
 
 
 def _event_view(row: EventRow, *, for_operator: bool) -> EventView:
-    """Only operators see why storage fails: its errors have paths and addresses."""
     fields = msgspec.json.decode(row.fields)
-    if row.event == StorageFailed.name() and not for_operator:
-        del fields["why"]
+    if not for_operator:
+        for name in _FOR_OPERATORS.get(row.event, ()):
+            fields.pop(name, None)
     return EventView(row.at, row.node, row.event, row.level, fields)
 
 

@@ -245,6 +245,22 @@ def test_a_child_that_cannot_be_forked_is_a_tsa_that_does_not_answer(
     connection.close()
 
 
+def test_the_place_of_the_collateral_is_only_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not only operators read why there are no offers."""
+    missing, where = str(tmp_path / "collateral.json"), f"unix:{tmp_path / 'tsa'}"
+    deployment = Deployment(
+        data=str(tmp_path), tsa=where, tsa_platform="sgx", tsa_leaf=1, tsa_collateral=missing
+    )
+    connection = TsaConnection(deployment, where, lambda: 100.0, CLUSTER)
+    with pytest.raises(TsaError, match="see the log of the aggregator") as caught:
+        connection._read_collateral()
+    connection.close()
+    assert missing not in str(caught.value)
+    assert missing in caplog.text
+
+
 def test_the_wait_for_another_aggregator_that_starts_the_child_has_an_end(tmp_path: Path) -> None:
     connection = a_connection(Clock(), tmp_path, start_s=SHORT_S)
     with another_starts(tmp_path), pytest.raises(Unavailable, match=r"has held .*tsa-start\.lock"):
