@@ -81,7 +81,7 @@ def blame_peer(error: Exception) -> HttpError | None:
 
 def retry_after_s(heartbeat_s: float) -> float:
     """When to retry if a server cannot be reached: soon enough for its successor, which adopts
-    running clients for one heartbeat.
+    running clients for three heartbeats.
     """
     return min(1.0, heartbeat_s / 4)
 
