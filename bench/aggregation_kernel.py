@@ -193,6 +193,9 @@ class NoTsa:
     ) -> tuple[tuple[StockedOffer, ...], SecureOffer]:
         raise NotImplementedError
 
+    def reach(self, parameters: PublicParameters) -> None:
+        raise NotImplementedError
+
     def release(
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None:

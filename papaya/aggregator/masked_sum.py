@@ -55,6 +55,12 @@ class Tsa(Protocol):
         """Idempotent."""
         ...
 
+    def reach(self, parameters: PublicParameters) -> None:
+        """Raise TsaError if no answer can be expected. Cheap: a TSA that answers may still freeze
+        at the next call.
+        """
+        ...
+
     def release(
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None:
@@ -121,16 +127,22 @@ def masked_update(config: TaskConfig, pieces: Sequence[BytesLike]) -> Sequence[B
     return pieces
 
 
-def unmasked(config: TaskConfig, record: RecordRow, total: MaskedSum, tsa: Tsa) -> Unmasking:
-    """The sum without its masks, not checked yet. Raises TsaError or Implausible."""
-    parameters = config.public_parameters
-    assert parameters is not None
+def group_members(parameters: PublicParameters, record: RecordRow) -> list[int]:
+    """The offers of the record's members, in order. Raises TsaError if seeds are surely lost."""
     members = sorted(member.offer for member in record.members)
     if any(a == b for a, b in pairwise(members)):
         # One TSA never uses an index twice, so the seeds are at two different ones.
         raise TsaError(LOST, "the seeds of this buffer were accepted by two TSAs")
     if len(members) < parameters.aggregation_goal:
         raise TsaError(LOST, "the buffer was closed before it was full: its seeds are lost")
+    return members
+
+
+def unmasked(config: TaskConfig, record: RecordRow, total: MaskedSum, tsa: Tsa) -> Unmasking:
+    """The sum without its masks, not checked yet. Raises TsaError or Implausible."""
+    parameters = config.public_parameters
+    assert parameters is not None
+    members = group_members(parameters, record)
     unmasking = Unmasking(total.vector, len(members), parameters)
     tsa.release(parameters, record.target, members, unmasking.take)
     return unmasking

@@ -43,6 +43,7 @@ from papaya.aggregator.masked_sum import (
     MaskedSum,
     Tsa,
     TsaError,
+    group_members,
     masked_update,
     unmasked,
 )
@@ -479,9 +480,12 @@ class Shards:
         mean = self._means.get((task, work.seq), {}).get(version)
         if mean is None:
             try:
+                self._reach_tsa(work)
                 total = self._total(work, read, read_part)
             except ConfigError as error:
                 return StepFailed(task, work.seq, str(error)), []
+            except TsaError as error:
+                return _unchanged(work, error), []
             try:
                 mean = self._mean(work, total)
             except OperatorError as error:
@@ -550,6 +554,15 @@ class Shards:
         assert agreed is not None
         self._require_tsa().accept(agreed, work.offer, work.target, work.sealed)
         return update_pieces
+
+    def _reach_tsa(self, work: Step) -> None:
+        """The step of a secure task is tried about once a second while the TSA does not answer: do
+        not read the sum each time, which is as large as the model. Raises TsaError.
+        """
+        agreed = (work.agreed or work.config).public_parameters
+        if agreed is not None and not work.given_up:
+            group_members(agreed, work.record)
+            self._require_tsa().reach(agreed)
 
     def _mean(self, work: Step, total: Total | parameters.Vector) -> parameters.Vector:
         if isinstance(total, np.ndarray):

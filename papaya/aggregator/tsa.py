@@ -112,6 +112,10 @@ class TsaAdapter:
             if number < group - 1:
                 self._tsa.drop(parameters_hash, number)
 
+    def reach(self, parameters: PublicParameters) -> None:
+        with _translated():
+            _ = self._tsa.identity_public_key  # connects if there is no connection
+
     def release(
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None:

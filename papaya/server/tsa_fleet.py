@@ -82,6 +82,9 @@ class TsaFleet:
     def accept(self, parameters: PublicParameters, index: int, group: int, sealed: bytes) -> None:
         self._serving(parameters).accept(parameters, index, group, sealed)
 
+    def reach(self, parameters: PublicParameters) -> None:
+        self._serving(parameters)
+
     def release(
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None:

@@ -99,6 +99,9 @@ class Masks:
     def accept(self, parameters: PublicParameters, index: int, group: int, sealed: bytes) -> None:
         raise AssertionError
 
+    def reach(self, parameters: PublicParameters) -> None:
+        raise AssertionError
+
     def release(
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None:

@@ -284,6 +284,9 @@ class TsaPerManifest(TsaAdapter):
     def accept(self, parameters: PublicParameters, index: int, group: int, sealed: bytes) -> None:
         self._of(parameters).accept(parameters, index, group, sealed)
 
+    def reach(self, parameters: PublicParameters) -> None:
+        self._of(parameters).reach(parameters)
+
     def release(
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None:

@@ -9,16 +9,17 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from random import Random
 from threading import Event, Lock
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from papaya.aggregator.masked_sum import MaskedSum
+from papaya.aggregator.masked_sum import MaskedSum, Tsa, TsaError
 from papaya.aggregator.shards import NewBlobs, Shards, _Spares, initial_blobs
 from papaya.aggregator.work import (
+    UNREACHABLE,
     Fold,
     Folded,
     GetOffers,
@@ -418,6 +419,25 @@ def test_a_vector_that_its_seed_does_not_unmask_is_found_out() -> None:
     liar = aggregation.seal("b", 2.0)
     aggregation.fold("b", Sealed(liar.update[::-1], liar.sealed))
     assert aggregation.step(aggregation.record())[0].dropped == "implausible"
+
+
+class AwayTsa:
+    def reach(self, parameters: object) -> None:
+        raise TsaError(UNREACHABLE, "the TSA is away")
+
+
+def test_while_it_is_away_a_step_does_not_read_the_sum() -> None:
+    """It is as large as the model, and the step is tried again every second."""
+    aggregation = Aggregation(a_secure_task(1))
+    aggregation.fold("a", aggregation.seal("a", 2.0))
+    record = aggregation.record()
+    written, aggregation.blobs = aggregation.blobs, {}
+    aggregation.shards = Shards(tsa=cast(Tsa, AwayTsa()))
+    stepped, blobs = aggregation.step(record)
+    assert (stepped.dropped, blobs) == (UNREACHABLE, [])
+    aggregation.blobs = written
+    aggregation.crash()
+    assert aggregation.version(record)[0] == pytest.approx(2.0, abs=1e-5)
 
 
 def test_while_it_is_away_there_are_no_offers_and_no_folds() -> None:
