@@ -1,4 +1,4 @@
-"""A whole server in this process, on a thread of its own, and a plain HTTP client for it."""
+"""A plain HTTP client, and a whole server for it in this process, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -68,61 +68,14 @@ class PatientConfig(ServerConfig, frozen=True, kw_only=True):
         return self.silent_s
 
 
-class RunningServer:
-    """`with RunningServer(folder) as server:`; port 0, so that many run at once."""
+class PlainClient:
+    """Plain HTTP to a server, whatever runs it, and the steps of a device."""
 
-    def __init__(self, folder: Path, clock: Clock | None = None, **deployment: Any) -> None:
-        self.data = folder / "data"
-        self._server = Server(
-            Deployment(
-                data=str(self.data),
-                devices="127.0.0.1:0",
-                admin="127.0.0.1:0",
-                drain_s=0.5,  # nobody ends the uploads that a test leaves open
-                **{"server": PatientConfig(), **deployment},
-            ),
-            clock=clock,
-        )
-        self._loop = asyncio.new_event_loop()
-        # A daemon: a server that hangs fails its test, but does not keep pytest from ending.
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        # Stops what was started, in reverse order, even if one of them fails.
-        self._stops = ExitStack()
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            self._thread.start()
-            stack.callback(self._stop_loop)
-            self._start_all(stack)
-            self._stops = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stops.close()
-
-    def _start_all(self, stack: ExitStack) -> None:
-        self._start_one(self._server, stack)
-
-    def _start_one(self, server: Server, stack: ExitStack) -> None:
-        self._run(server.start())
-        stack.callback(lambda: self._run(server.stop()))
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
-
-    def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive(), "the loop does not stop"
-        self._loop.close()
-
-    def cut_off(self, node: str) -> None:
-        """From now on, messages and requests for this node are lost; it can still send."""
-        self._loop.call_soon_threadsafe(self._server._resources.peers.hosts.pop, node)
+    data: Path
+    device_tokens = "shared"
 
     def address(self, listener: str) -> tuple[str, int]:
-        host, port = self._server.addresses[listener].rsplit(":", 1)
-        return host, int(port)
+        raise NotImplementedError
 
     def token(self, name: str) -> str:
         return (self.data / f"{name}.token").read_text().strip()
@@ -166,7 +119,7 @@ class RunningServer:
         headers = {}
         if device:
             headers = {"Authorization": f"Bearer {self.device_token(device)}"}
-        elif self._server.deployment.device_tokens == "shared":
+        elif self.device_tokens == "shared":
             headers = {"Authorization": f"Bearer {self.token('device')}"}
         return self.ask("POST", "/v1/check-in", json.dumps(message).encode(), headers)
 
@@ -240,6 +193,64 @@ class RunningServer:
             assert time.monotonic() < ends_at, answer
             time.sleep(0.01)
         return answer
+
+
+class RunningServer(PlainClient):
+    """`with RunningServer(folder) as server:`; port 0, so that many run at once."""
+
+    def __init__(self, folder: Path, clock: Clock | None = None, **deployment: Any) -> None:
+        self.data = folder / "data"
+        self._server = Server(
+            Deployment(
+                data=str(self.data),
+                devices="127.0.0.1:0",
+                admin="127.0.0.1:0",
+                drain_s=0.5,  # nobody ends the uploads that a test leaves open
+                **{"server": PatientConfig(), **deployment},
+            ),
+            clock=clock,
+        )
+        self.device_tokens = self._server.deployment.device_tokens
+        self._loop = asyncio.new_event_loop()
+        # A daemon: a server that hangs fails its test, but does not keep pytest from ending.
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        # Stops what was started, in reverse order, even if one of them fails.
+        self._stops = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._thread.start()
+            stack.callback(self._stop_loop)
+            self._start_all(stack)
+            self._stops = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stops.close()
+
+    def _start_all(self, stack: ExitStack) -> None:
+        self._start_one(self._server, stack)
+
+    def _start_one(self, server: Server, stack: ExitStack) -> None:
+        self._run(server.start())
+        stack.callback(lambda: self._run(server.stop()))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "the loop does not stop"
+        self._loop.close()
+
+    def cut_off(self, node: str) -> None:
+        """From now on, messages and requests for this node are lost; it can still send."""
+        self._loop.call_soon_threadsafe(self._server._resources.peers.hosts.pop, node)
+
+    def address(self, listener: str) -> tuple[str, int]:
+        host, port = self._server.addresses[listener].rsplit(":", 1)
+        return host, int(port)
 
 
 class RunningRoles(RunningServer):
