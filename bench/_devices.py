@@ -17,9 +17,10 @@ from urllib.parse import urlsplit
 from zlib import crc32
 
 from _servers import require
+from msgspec import structs
 
 from papaya.messages import wire
-from papaya.messages.base import PROTOCOL_VERSION, Message
+from papaya.messages.base import Message
 from papaya.messages.participation import (
     ChunkReceived,
     Complete,
@@ -34,7 +35,7 @@ from papaya.messages.participation import (
 from papaya.messages.paths import PATHS
 from papaya.messages.selection import Accepted, Capabilities, CheckIn, Rejected
 
-CHECK_IN = CheckIn(PROTOCOL_VERSION, Capabilities())
+CHECK_IN = CheckIn(1, Capabilities())  # the version that all servers support, also earlier ones
 _RECEIVED_BYTES = 64 << 10
 
 
@@ -102,9 +103,11 @@ class Device:
         head = f"POST {PATHS[type(message)]} HTTP/1.1\r\n{self._common}"
         self._socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
-    def check_in(self) -> Accepted:
+    def check_in(self, excluded: tuple[str, ...] = ()) -> Accepted:
+        """`excluded`: tasks that the device must not be assigned to."""
+        check_in = structs.replace(CHECK_IN, excluded=excluded)
         while True:
-            answer = self.ask(CHECK_IN)
+            answer = self.ask(check_in)
             if isinstance(answer, Accepted):
                 return answer
             require(isinstance(answer, Rejected), f"a check-in was answered {answer}")

@@ -20,11 +20,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
+from msgspec import NODEFAULT, Struct, structs
 
 from papaya.config import Deployment, ServerConfig, TaskConfig
 from papaya.learning import parameters
@@ -91,7 +92,8 @@ class Servers:
         data = parameters.encode(vector, {"task": config.task, "version": "0"})
         path = f"/admin/tasks/{config.task}/parameters?model_length={config.model_length}"
         stored = json.loads(self.ask("PUT", path, data))
-        task = {"config": config, "parameters": stored["parameters"], "manifest": []}
+        settings = _without_defaults(config)
+        task = {"config": settings, "parameters": stored["parameters"], "manifest": []}
         self.ask("POST", "/admin/tasks", msgspec.json.encode(task))
 
     def newest(self, task: str, length: int) -> tuple[int, Vector]:
@@ -298,12 +300,24 @@ def _start(
 
 def deployment_toml(deployment: Deployment) -> str:
     """Its strings, numbers and lists of them are written in TOML as they are in JSON."""
-    found = msgspec.to_builtins(deployment)
-    server, routes = found.pop("server"), found.pop("upload_routes")
-    lines = [f"{k} = {json.dumps(v)}" for k, v in found.items() if v is not None]
-    if routes:  # earlier versions do not know them
+    found = _without_defaults(deployment)
+    server, routes = found.pop("server", {}), found.pop("upload_routes", {})
+    lines = [f"{k} = {json.dumps(v)}" for k, v in found.items()]
+    if routes:
         lines += ["[upload_routes]", *(f'"{name}" = "{to}"' for name, to in routes.items())]
     return "\n".join([*lines, "[server]", *(f"{k} = {v!r}" for k, v in server.items())])
+
+
+def _without_defaults(settings: Struct) -> dict[str, Any]:
+    """The settings that differ from their defaults: earlier versions do not know all of them."""
+    found: dict[str, Any] = msgspec.to_builtins(settings)
+    for field in structs.fields(settings):
+        value, make = getattr(settings, field.name), field.default_factory
+        if value == (field.default if make is NODEFAULT else make()):
+            del found[field.name]
+        elif isinstance(value, Struct):
+            found[field.name] = _without_defaults(value)
+    return found
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -26,6 +26,7 @@ from _servers import Servers, report, require, running
 
 from papaya.aggregator.upload import ARRIVING, STARTER_BYTES
 from papaya.config import AsyncFL, ServerConfig, TaskConfig
+from papaya.messages.base import Message
 from papaya.messages.participation import (
     Alive,
     Complete,
@@ -90,24 +91,28 @@ def deliver(servers: Servers, update: Encoded, ends_at: float) -> int:
             with closing(Device(servers.devices, servers.token())) as device:
                 while time.monotonic() < ends_at:
                     granted = granted or begun(device)
-                    name = f"u{next(IDS)}"
-                    completed = Incomplete(tuple(range(len(update.chunks))))
-                    while isinstance(completed, Incomplete):
-                        device.upload(granted, update, name, completed.missing)
-                        completed = device.ask(Complete(granted.ticket, name))
-                    require(completed == Completed(None), f"an update was answered {completed}")
+                    finish(device, granted, update)
                     granted, counted = None, counted + 1
         except (OSError, SystemExit):
             continue  # refused in the middle of a chunk: the server closes, and the device goes on
     return counted
 
 
-def begun(device: Device) -> UploadGranted:
-    joined = device.ask(Join(device.check_in().ticket))
+def begun(device: Device, excluded: tuple[str, ...] = ()) -> UploadGranted:
+    joined = device.ask(Join(device.check_in(excluded).ticket))
     assert isinstance(joined, Joined), joined
     granted = device.ask(Report(joined.ticket, examples=1))
     assert isinstance(granted, UploadGranted), granted
     return granted
+
+
+def finish(device: Device, granted: UploadGranted, update: Encoded) -> None:
+    name = f"u{next(IDS)}"
+    completed: Message = Incomplete(tuple(range(len(update.chunks))))
+    while isinstance(completed, Incomplete):
+        device.upload(granted, update, name, completed.missing)
+        completed = device.ask(Complete(granted.ticket, name))
+    require(completed == Completed(None), f"an update was answered {completed}")
 
 
 class SlowDevice:
