@@ -3,9 +3,10 @@
 Each release is rebuilt from its revision and compared with its record. `--source` must be a git
 clone for this: a folder or this installation may hold the same sources, but nothing shows which
 revision they are, and the record of a demonstration names none. Exits with 2 if the log cannot be
-reached; with 3 if a step failed, also if the clone lacks a revision; with 4 if a step was not done
-and the auditor did not ask to skip it. A step that is skipped is something that the auditor trusts
-instead of checking, and the output says what.
+reached, if there is none at the address, or if an option is wrong; with 3 if a step failed, also if
+the clone lacks a revision; with 4 if a step was not done and the auditor did not ask to skip it. A
+step that is skipped is something that the auditor trusts instead of checking, and the output says
+what.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from papaya.cli.tsa import (
     build,
     from_folder,
     from_revision,
+    require_repository,
 )
 from papaya.errors import OperatorError, PapayaError, ProtocolError
 from papaya.tsa.measurement import LOCK, ReadSource, installed
@@ -88,8 +90,8 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "audit",
         description="Read a public log, check every record and rebuild every release in it. Exits "
-        "with 2 if the log cannot be reached, with 3 if a check failed, and with 4 if a check was "
-        "not done and is not skipped.",
+        "with 2 if the log cannot be reached, if there is none at the address, or if an option is "
+        "wrong; with 3 if a check failed; and with 4 if a check was not done and is not skipped.",
     )
     add_reading(parser)
     parser.add_argument(
@@ -135,8 +137,8 @@ def run(options: AuditOptions) -> int:
         print_data(_listed(steps))
     if insecure := [str(step.index) for step in steps if step.insecure]:
         note(
-            f"INSECURE: {plural(len(insecure), 'record')} for software evidence "
-            f"({', '.join(insecure)}): anyone can make it, so it proves nothing about hardware"
+            f"INSECURE: {plural(len(insecure), 'record')} for software evidence (index "
+            f"{', '.join(insecure)}): anyone can make it, so it proves nothing about hardware"
         )
     if failed:
         hint = "do not trust this log, and publish what you found"
@@ -182,7 +184,7 @@ def _check_register(text: str, platform: str, field: str, value: str) -> None:
     if expected is None:
         known = ", ".join(f"{name}.{field}" for name in hardware for field in hardware[name])
         raise OperatorError(
-            f"--measured {text!r}: {platform}.{field} is not a measurement of hardware",
+            f"--measured {text!r}: unknown hardware measurement: {platform}.{field}",
             hint=f"use one of {known}",
         )
     if len(value) != 2 * expected:
@@ -205,6 +207,8 @@ def _check_folders(source: Path | None, wheels: Path | None) -> None:
             f"--source {source} is neither a git clone nor a folder with the sources of Papaya",
             hint="pass the folder that contains papaya/",
         )
+    if source is not None and (source / ".git").exists():
+        require_repository(source)
 
 
 def _listed(steps: Sequence[AuditStep]) -> str:

@@ -158,27 +158,42 @@ def from_folder(root: Path) -> ReadSource:
     return lambda path: (root / path).read_bytes()
 
 
+def require_repository(folder: Path) -> None:
+    """Refuse a folder that git cannot use, for example because another user owns it."""
+    try:
+        _git(folder, "rev-parse", "--git-dir")
+    except subprocess.CalledProcessError as error:
+        why = error.stderr.decode(errors="replace").strip()
+        raise OperatorError(
+            f"git cannot use {folder}: {why}", hint="pass a clone that git can read"
+        ) from error
+
+
 def from_revision(repository: Path, revision: str) -> ReadSource:
     """`ReadSource` of one revision of a git repository, without a checkout."""
     if revision.startswith("-"):
         raise OperatorError(f"{revision!r} is not a git revision", hint="git rev-parse HEAD")
 
-    # In a git hook, GIT_DIR would name the repository of the hook.
-    environment = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
-
     def read(path: str) -> bytes:
-        command = ["git", "-C", str(repository), "cat-file", "blob", f"{revision}:{path}"]
         try:
-            return subprocess.run(
-                command, check=True, capture_output=True, timeout=60, env=environment
-            ).stdout
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoGit(f"cannot run git in {repository}: {error}") from error
-        except subprocess.SubprocessError as error:
+            return _git(repository, "cat-file", "blob", f"{revision}:{path}")
+        except subprocess.CalledProcessError as error:
             message = f"{path} of revision {revision[:60]} is not in {repository}"
             raise OperatorError(message, hint=f"git -C {repository} fetch") from error
 
     return read
+
+
+def _git(repository: Path, *arguments: str) -> bytes:
+    # In a git hook, GIT_DIR would name the repository of the hook.
+    environment = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
+    command = ["git", "-C", str(repository), *arguments]
+    try:
+        return subprocess.run(
+            command, check=True, capture_output=True, timeout=60, env=environment
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoGit(f"cannot run git in {repository}: {error}") from error
 
 
 def checked_manifest(read: ReadSource) -> bytes:
