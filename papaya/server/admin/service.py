@@ -141,7 +141,7 @@ class AdminService:
         evidence: Callable[[], EvidenceView | None] = lambda: None,
         coordinators: tuple[NodeId, ...] = (),
     ) -> None:
-        """`signs_device_tokens`: device ids are those of tokens that `papaya token make` made.
+        """`signs_device_tokens`: whether device tokens are those of `papaya token make`.
         `has_seen`: whether a device has checked in here; None if this process cannot know.
         `evidence`: what vouches for the TSA. `coordinators`: all that are configured.
         """
