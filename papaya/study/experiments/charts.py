@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from papaya.sim.draws import Floats
 from papaya.sim.plots import COLORS, prepare, save
@@ -34,7 +34,9 @@ _UNMET = "target not reached in every recorded run"
 _TRIANGLES = {"at most": "v", "at least": "^"}
 _BINS = 50
 _MARGIN = 1.15
-_NARROW, _WIDE = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0)  # ticks of a logarithm
+_EDGE = 1.05
+_STEPS = ((1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0,))  # ticks of a logarithm
+_MOST_TICKS = 9
 
 
 class Panel(NamedTuple):
@@ -55,13 +57,17 @@ class Panel(NamedTuple):
 
 
 class Dots(NamedTuple):
-    """`values`: label -> for each group, what the seeds gave; `paper`: what the paper has."""
+    """`values`: label -> for each group, what the seeds gave; `paper`: what the paper has. `level`
+    is drawn as a line.
+    """
 
     title: str
     y_label: str
     groups: Sequence[str]
     values: Mapping[str, Sequence[Sequence[float]]]
     paper: Mapping[str, Sequence[float]]
+    level: float = 1.0
+    log: bool = False
 
 
 def ratio_panel(
@@ -154,13 +160,21 @@ def dots(folder: Path, key: str, x_label: str, panels: Sequence[Dots]) -> str:
                 axis.errorbar(x, means, (below, above), fmt="o", ms=5, color=color, label=label)
                 axis.plot(x, panel.paper[label], "*", ms=9, color=color, mec="k", mew=0.7)
             axis.plot([], [], "*", ms=9, color="w", mec="k", label="the paper")
-            axis.axhline(1.0, color="#999999", lw=0.8, ls=(0, (4, 3)), zorder=0)
+            axis.axhline(panel.level, color="#999999", lw=0.8, ls=(0, (4, 3)), zorder=0)
+            if panel.log:
+                _log_axis(axis, _dotted(panel))
             axis.set_xticks(range(len(panel.groups)), panel.groups)
             axis.set_xlim(-0.5, len(panel.groups) - 0.5)
         axes[0].legend(frameon=False, fontsize=8)
         return figure
 
     return save(make, folder / f"{key}.png").name
+
+
+def _dotted(panel: Dots) -> list[float]:
+    seeds = [value for found in panel.values.values() for each in found for value in each]
+    papers = [value for found in panel.paper.values() for value in found]
+    return [value for value in (*seeds, *papers, panel.level) if math.isfinite(value) and value > 0]
 
 
 def bars(
@@ -295,16 +309,53 @@ def _gapped(points: Points, *, positive: bool) -> Points:
 
 
 def _scale(axis: Axes, panel: Panel) -> None:
-    values = any(_seen(points, positive=True) for points in panel.lines.values())
-    if panel.log and (values or any(panel.bounds.values())):
-        axis.set_yscale("log")
-        low, high = axis.get_ylim()
-        ticks = _NARROW if high < 10 * low else _WIDE
-        axis.yaxis.set_major_locator(LogLocator(subs=ticks))
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.yaxis.set_minor_locator(NullLocator())
-    elif panel.from_zero and not panel.log:
+    if panel.log:
+        if values := _heights(panel):
+            _log_axis(axis, values)
+    elif panel.from_zero:
         axis.set_ylim(bottom=0)
+
+
+def _heights(panel: Panel) -> list[float]:
+    """Of all that is drawn on a logarithmic axis; none if neither a value nor a bound is known."""
+    seen = [_seen(points, positive=True) for points in panel.lines.values()]
+    found = [value for points in seen for _, values in points for value in values]
+    found += [y for points in panel.bounds.values() for _, y, _ in points]
+    if not found:
+        return []
+    papers = [y for _, y in panel.paper]
+    even = [] if panel.even is None else [panel.even]
+    return [value for value in (*found, *papers, *even) if math.isfinite(value) and value > 0]
+
+
+def _log_axis(axis: Axes, values: Sequence[float], *, of_x: bool = False) -> None:
+    """A logarithmic axis with ticks below and above all values."""
+    ticks = log_ticks(min(values), max(values))
+    limits = min(ticks[0], min(values) / _EDGE), max(ticks[-1], max(values) * _EDGE)
+    line = axis.xaxis if of_x else axis.yaxis
+    if of_x:
+        axis.set_xscale("log")
+        axis.set_xlim(*limits)
+    else:
+        axis.set_yscale("log")
+        axis.set_ylim(*limits)
+    line.set_major_locator(FixedLocator(ticks))
+    line.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    line.set_minor_locator(NullLocator())
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers, the first at most `low`, the last at least `high`, and not too many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks: list[float] = []
+    for steps in _STEPS:
+        every = sorted(float(f"{step}e{power}") for power in powers for step in steps)
+        first = max(index for index, tick in enumerate(every) if tick <= low)
+        last = min(index for index, tick in enumerate(every) if tick >= high)
+        ticks = every[first : last + 1]
+        if len(ticks) <= _MOST_TICKS:
+            break
+    return ticks
 
 
 def _stretch(axis: Axes, panel: Panel, *, falling: bool) -> None:
