@@ -14,7 +14,7 @@ from scipy import stats
 
 from papaya.cli.main import main
 from papaya.sim.report import ks_statistic
-from papaya.study.experiments import charts, model_quality, speedup
+from papaya.study.experiments import charts, model_quality, sampling_bias, speedup
 from papaya.study.experiments.model_quality import TableRow
 from papaya.study.experiments.result import Bound, PaperClaim, Ratios
 from papaya.study.experiments.runs import Reached, compared, met, rates
@@ -170,6 +170,20 @@ def test_table_1_compares_ratios_at_every_percentile() -> None:
     assert [c.verdict for s, c in papers.items() if s.startswith("hours")] == ["agrees", "agrees"]
 
 
+def test_without_damping_clients_have_the_influence_of_their_examples() -> None:
+    def counted(damping: float) -> sampling_bias.Counted:
+        """Only the last client, which has the most data, is stale."""
+        examples = np.arange(1.0, 201.0)
+        influence = examples.copy()
+        influence[-2:] *= damping
+        return sampling_bias.Counted(examples, examples, examples, influence)
+
+    findings = sampling_bias.influences({"AsyncFL": [counted(0.5)]}, counted(1.0))
+    top = {f.name.partition(":")[0]: f.mean for f in findings if "most data" in f.name}
+    assert top["AsyncFL"] == pytest.approx(-50, abs=1)
+    assert top["AsyncFL without damping"] == pytest.approx(0)
+
+
 def test_the_weighted_distance_is_that_of_repeated_values() -> None:
     rng = np.random.default_rng(3)
     sample, reference = rng.integers(0, 9, 40).astype(float), rng.integers(2, 12, 30).astype(float)
@@ -246,15 +260,43 @@ def test_a_chart_has_a_triangle_where_only_a_bound_is_known() -> None:
     assert panel.bounds == {"made up": [(2, 1.75, "at most")]}
 
 
-def test_a_line_is_interrupted_where_a_value_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Figure] = []
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """What would be saved."""
+    figures: list[Figure] = []
 
     def keep(make: Callable[[], Figure], path: Path) -> Path:
-        drawn.append(make())
+        figures.append(make())
         return path
 
     monkeypatch.setattr(charts, "save", keep)
+    return figures
+
+
+def test_a_line_is_interrupted_where_a_value_is_unknown(drawn: list[Figure]) -> None:
     line = [(1.0, [2.0, 3.0]), (2.0, [math.nan, 3.0]), (3.0, [1.0, 1.0])]
     charts.lines(Path(), "made up", "x", [charts.Panel("", "", {"made up": line})])
     [means] = [found for found in drawn[0].axes[0].lines if found.get_label() == "made up"]
     assert np.array_equal(means.get_ydata(), [2.5, math.nan, 1.0], equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.25, 4.4), (0.9, 1.1), (1.0, 1.0), (8.8e-4, 0.14), (0.51, 1.9), (3, 9000)]
+)
+def test_ticks_of_a_logarithm_enclose_all_values(low: float, high: float) -> None:
+    ticks = charts.log_ticks(low, high)
+    assert ticks[0] <= low
+    assert ticks[-1] >= high
+    assert len(ticks) <= 9
+    assert ticks == sorted(set(ticks))
+
+
+def test_no_value_lies_above_the_last_tick(drawn: list[Figure]) -> None:
+    values = {"made up": [(0.5, Ratios((4.4,), "at least")), (1.0, Ratios((0.45,)))]}
+    charts.lines(Path(), "made up", "x", [charts.ratio_panel("", "", values, ((1.0, 4.3),))])
+    axis = drawn[0].axes[0]
+    low, *_, high = axis.get_yticks()
+    assert low <= 0.45
+    assert high >= 4.4
+    assert axis.get_ylim()[0] <= low
+    assert axis.get_ylim()[1] >= high
