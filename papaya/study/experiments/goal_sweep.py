@@ -74,6 +74,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
                 relation="above",
                 values=compared(by[large], by[small]).values,
                 bound=compared(by[large], by[small]).bound,
+                no_effect=1.0,
             )
             for name, by in found.items()
         ),

@@ -148,6 +148,7 @@ def _claims(pairs: list[Pair]) -> list[PaperClaim]:
             relation="about" if pair.concurrency in _PAPERS else "above",
             values=pair.speedup.values,
             bound=pair.speedup.bound,
+            no_effect=1.0,
         )
         for pair in pairs
     ]

@@ -122,6 +122,7 @@ def claims(name: str, rows: dict[str, TableRow]) -> list[PaperClaim]:
             paper=f"{expected:.2f}",
             expected=expected,
             values=_relative(rows, method, level),
+            no_effect=1.0,
         )
         for level, both in _RATIOS.items()
         for method, expected in zip((OVER, ASYNC), both, strict=True)
@@ -136,6 +137,7 @@ def hours(rows: dict[str, TableRow]) -> list[PaperClaim]:
             paper=f"{expected:.2f}",
             expected=expected,
             values=ratios(rows[name].hours, rows[OVER].hours),
+            no_effect=1.0,
         )
         for name, expected in zip((PLAIN, ASYNC), _HOURS, strict=True)
     ]

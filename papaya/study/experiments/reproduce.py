@@ -145,7 +145,7 @@ def reproduce(
     told, left_out = _with_earlier(results, made_of, folder)
     written = {
         "report.html": page(told, scale, seeds, folder, left_out),
-        "verdicts.md": verdict_tables(told, scale, seeds),
+        "verdicts.md": verdict_tables(told, scale, seeds, left_out),
     }
     for name, text in written.items():
         write_whole(folder / name, partial(Path.write_text, data=text, encoding="utf-8"))
@@ -154,11 +154,17 @@ def reproduce(
 
 def as_data(result: Result) -> dict[str, object]:
     """For JSON: also what follows from the numbers of its claims."""
-    claims = [
-        asdict(claim) | {"mean": claim.mean, "interval": claim.interval, "verdict": claim.verdict}
-        for claim in result.claims
-    ]
-    return asdict(result) | {"claims": claims}
+    return asdict(result) | {"claims": [_claim_data(claim) for claim in result.claims]}
+
+
+def _claim_data(claim: PaperClaim) -> dict[str, object]:
+    share = claim.share_of_effect
+    return asdict(claim) | {
+        "mean": claim.mean,
+        "interval": claim.interval,
+        "verdict": claim.verdict,
+        "share_of_effect": share and {"mean": share.mean, "interval": share.interval},
+    }
 
 
 def _with_earlier(
@@ -204,7 +210,7 @@ def page(
             f"{len(failed)}.</p>"
         ),
         f"<p>{escape(_LEFT_OUT + ', '.join(left_out))}.</p>" if left_out else "",
-        f"<p>{escape(_RULE)}</p>",
+        f"<p>{escape(_RULE)} {escape(_SHARE)}</p>",
         (
             "<p>The inputs are <a href=#inputs>at the end</a>. Grey rows were calibrated to the "
             "paper, so their agreement proves nothing. All other numbers are results of the "
@@ -239,27 +245,47 @@ def verdicts(claims: Sequence[PaperClaim]) -> str:
     return f"{agrees} agree, {differs} differ, {others} not comparable"
 
 
-def verdict_tables(results: Sequence[Result], scale: Scale, seeds: Sequence[int]) -> str:
-    """All claims and failed checks, in Markdown."""
+_SHARE = (
+    "The share of the paper's effect decides no verdict: 100 % is the paper's number, 0 % no "
+    "effect, and a negative share an effect in the other direction."
+)
+
+
+def verdict_tables(
+    results: Sequence[Result], scale: Scale, seeds: Sequence[int], left_out: Sequence[str] = ()
+) -> str:
+    """All claims and failed checks, in Markdown; those of experiments that run by name only too,
+    if their results are there.
+    """
     every = [claim for result in results for claim in result.claims]
     lines = [
         f"# Verdicts at scale {scale.name}, seeds {seeds[0]} to {seeds[-1]}",
         "",
         f"{len(every)} claims: {verdicts(every)}. Brackets: 95 % confidence intervals over seeds.",
+        _SHARE,
     ]
+    there = {result.key for result in results}
+    if missing := [key for key in EXPERIMENTS if key not in there and key not in left_out]:
+        lines += ["", f"Not run: {', '.join(missing)}."]
+    if left_out:
+        lines += ["", f"{_LEFT_OUT}{', '.join(left_out)}."]
     for result in results:
         if not result.claims and all(check.holds for check in result.checks):
             continue
         lines += ["", f"## {result.title}", "", f"{result.paper}.", ""]
         if result.claims:
-            lines += ["| claim | paper | here | verdict |", "|---|---|---|---|"]
-            lines += [
-                f"| {c.statement} | {c.paper} | {c} | {c.verdict}{f' ({c.why})' if c.why else ''} |"
-                for c in result.claims
-            ]
+            lines += ["| claim | paper | here | verdict | share of the paper's effect |"]
+            lines += ["|---|---|---|---|---|"]
+            lines += map(_verdict_row, result.claims)
         failed = [check for check in result.checks if not check.holds]
         lines += [f"\nCheck of method that fails: {one.rule} ({one.detail})." for one in failed]
     return "\n".join(lines) + "\n"
+
+
+def _verdict_row(claim: PaperClaim) -> str:
+    verdict = f"{claim.verdict} ({claim.why})" if claim.why else claim.verdict
+    cells = (claim.statement, claim.paper, claim, verdict, claim.share_of_effect or "–")
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _contents(results: Sequence[Result]) -> str:
@@ -321,7 +347,8 @@ def _section(result: Result, folder: Path) -> str:
         f"<p class=paper>{escape(result.paper)}</p>",
     ]
     if result.claims:
-        parts += ["<table><tr><th>claim<th>paper<th>here<th></tr>", *map(_claim, result.claims)]
+        heading = "<table><tr><th>claim<th>paper<th>here<th><th>share of the paper's effect</tr>"
+        parts += [heading, *map(_claim, result.claims)]
         parts.append("</table>")
     parts += [_image(folder / name) for name in result.plots]
     if result.findings:
@@ -338,7 +365,8 @@ def _claim(claim: PaperClaim) -> str:
     verdict = f"{claim.verdict}: {claim.why}" if claim.why else claim.verdict
     return (
         f"<tr><td>{escape(claim.statement)}<td>{escape(claim.paper)}"
-        f"<td class=number>{escape(str(claim))}<td class={kind}>{escape(verdict)}</tr>"
+        f"<td class=number>{escape(str(claim))}<td class={kind}>{escape(verdict)}"
+        f"<td class='number paper'>{escape(str(claim.share_of_effect or '–'))}</tr>"
     )
 
 

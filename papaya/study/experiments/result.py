@@ -87,6 +87,7 @@ class PaperClaim(Seeds, frozen=True, kw_only=True):
     expected   the paper's number
     relation   whether ours should be about the same, or above or below it
     incomparable   why the two numbers cannot be compared, if they cannot
+    no_effect  of a ratio or a change: its value if both sides were equal
     """
 
     statement: str
@@ -94,6 +95,7 @@ class PaperClaim(Seeds, frozen=True, kw_only=True):
     expected: float
     relation: Literal["about", "above", "below"] = "about"
     incomparable: str = ""
+    no_effect: float | None = None
 
     @property
     def verdict(self) -> ClaimVerdict:
@@ -129,6 +131,21 @@ class PaperClaim(Seeds, frozen=True, kw_only=True):
         if len(self.values) < _LEAST_SEEDS:
             return f"fewer than {_LEAST_SEEDS} seeds"
         return "the interval over seeds contains the paper's bound"
+
+    @property
+    def share_of_effect(self) -> Seeds | None:
+        """Our effect in percent of the paper's, as information: it decides no verdict. None if the
+        paper has no number, or ours is unknown.
+        """
+        if self.no_effect is None or self.relation != "about" or self.incomparable:
+            return None
+        if not all(map(math.isfinite, self.numbers)):
+            return None
+        papers = self.expected - self.no_effect
+        values = tuple(100 * (value - self.no_effect) / papers for value in self.numbers)
+        return Seeds(
+            values=values, unit="%", bound=self.bound if papers > 0 else _INVERSE[self.bound]
+        )
 
 
 class Check(Struct, frozen=True):

@@ -80,6 +80,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
                 paper="30x",
                 expected=30.0,
                 values=most,
+                no_effect=1.0,
             ),
         ),
         findings=tuple(

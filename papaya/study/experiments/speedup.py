@@ -211,6 +211,7 @@ def claims(case: SpeedupCase, pairs: list[Pair]) -> list[PaperClaim]:
                     expected=expected,
                     values=found_ratios.values,
                     bound=found_ratios.bound,
+                    no_effect=1.0,
                 )
             )
     growth = high.speedup.over(low.speedup)
@@ -222,6 +223,7 @@ def claims(case: SpeedupCase, pairs: list[Pair]) -> list[PaperClaim]:
             relation="above",
             values=growth.values,
             bound=growth.bound,
+            no_effect=1.0,
         )
     )
     return found

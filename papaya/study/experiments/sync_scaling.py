@@ -87,6 +87,7 @@ def _claim(
         values=change.values,
         bound=change.bound,
         unit="%",
+        no_effect=0.0,
     )
 
 

@@ -100,6 +100,7 @@ def _claims(scale: Scale, name: str, curves: dict[str, list[Curve]]) -> list[Pap
             values=changes(at[LARGE], at[OVER]),
             unit="%",
             incomparable=incomparable,
+            no_effect=0.0,
         ),
         PaperClaim(
             statement=f"{start}: K = {scale.goal} against K = {scale.large_goal}",
@@ -108,6 +109,7 @@ def _claims(scale: Scale, name: str, curves: dict[str, list[Curve]]) -> list[Pap
             values=changes(at[SMALL], at[LARGE]),
             unit="%",
             incomparable=incomparable,
+            no_effect=0.0,
         ),
     ]
 

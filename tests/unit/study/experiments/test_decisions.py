@@ -115,6 +115,36 @@ def test_the_interval_is_students_over_the_sample_deviation() -> None:
     assert all(map(math.isnan, claim((1.0,)).interval))
 
 
+@pytest.mark.parametrize(
+    ("values", "expected", "no_effect", "bound", "share"),
+    [
+        ((1.5, 1.5, 1.5), 2.0, 1.0, "", "50 % (50 to 50)"),
+        ((1.1, 1.1, 1.1), 0.8, 1.0, "", "-50 % (-50 to -50)"),  # the opposite effect
+        ((-1.7, -1.7, -1.7), -3.4, 0.0, "", "50 % (50 to 50)"),  # changes in percent
+        ((1.5, 1.5, 1.5), 2.0, 1.0, "at most", "at most 50 %"),
+        ((0.9, 0.9, 0.9), 0.8, 1.0, "at most", "at least 50 %"),  # the paper's is a decrease
+    ],
+)
+def test_the_share_of_the_papers_effect_is_told_beside_the_verdict(
+    values: tuple[float, ...], expected: float, no_effect: float, bound: Bound, share: str
+) -> None:
+    found = structs.replace(claim(values, expected=expected), no_effect=no_effect, bound=bound)
+    assert str(found.share_of_effect) == share
+    assert found.verdict == structs.replace(found, no_effect=None).verdict
+
+
+def test_no_share_of_an_effect_is_told_where_there_is_none_to_compare() -> None:
+    ratio = structs.replace(claim((1.5, 1.5, 1.5)), no_effect=1.0)
+    assert ratio.share_of_effect is not None
+    assert claim((1.5, 1.5, 1.5)).share_of_effect is None
+    for other in (
+        structs.replace(ratio, relation="above"),
+        structs.replace(ratio, incomparable="another text"),
+        structs.replace(ratio, values=(1.5, math.nan, 1.5)),
+    ):
+        assert other.share_of_effect is None
+
+
 def test_the_gap_widens_or_it_does_not() -> None:
     case = SpeedupCase("weak", "made up", 0.5)
     widens = claims(case, [three(100, 2.0), three(200, 5.0)])

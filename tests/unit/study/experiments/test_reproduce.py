@@ -17,7 +17,14 @@ from papaya.config import AsyncFL
 from papaya.sim.jobs import in_turn
 from papaya.study.data.source import Memory
 from papaya.study.experiments import tee_transfer
-from papaya.study.experiments.reproduce import EXPERIMENTS, as_data, page, reproduce, verdicts
+from papaya.study.experiments.reproduce import (
+    EXPERIMENTS,
+    as_data,
+    page,
+    reproduce,
+    verdict_tables,
+    verdicts,
+)
 from papaya.study.experiments.result import Check, Finding, PaperClaim, Result, number
 from papaya.study.experiments.runs import (
     ADAMS_RATE,
@@ -135,6 +142,39 @@ def test_the_lstm_on_real_text_resumes_where_it_was_interrupted(
     assert {step.total - step.kept for step in steps} == {0, 1}
     assert of_lstm[0].read_bytes() == runs[of_lstm[0]]
     assert msgspec.json.encode(again) == msgspec.json.encode(results[-1])
+
+
+def test_claims_of_an_experiment_that_runs_by_name_are_on_the_page_of_all(
+    toy: tuple[Path, list[Result]],
+) -> None:
+    folder, results = toy
+    reproduce(["tee-transfer"], TOY, [1], folder, jobs=1, corpus=a_corpus())
+    page_of_all = (folder / "verdicts.md").read_text(encoding="utf-8")
+    of_lstm = next(result for result in results if result.key == "lstm-speedup")
+    assert of_lstm.claims
+    assert all(f"| {claim.statement} |" in page_of_all for claim in of_lstm.claims)
+    assert "Not run" not in page_of_all
+
+
+def test_the_page_of_verdicts_names_what_is_not_on_it(toy: tuple[Path, list[Result]]) -> None:
+    _, results = toy
+    some = [result for result in results if result.key not in ("lstm-speedup", "privacy")]
+    text = verdict_tables(some, TOY, [1], left_out=["privacy"])
+    assert "Not run: lstm-speedup." in text
+    assert "left out here: privacy." in text
+
+
+def test_the_page_of_verdicts_has_the_share_of_the_papers_effect() -> None:
+    claim = PaperClaim(
+        statement="s", paper="3x", expected=3.0, values=(2.0, 2.0, 2.0), no_effect=1.0
+    )
+    result = Result(key="k", title="t", paper="p", claims=(claim,))
+    text = verdict_tables([result], QUICK, [1, 2, 3])
+    assert "| s | 3x | 2 (2 to 2) | differs | 50 % (50 to 50) |" in text
+    assert "50 % (50 to 50)" in page([result], QUICK, [1], Path())
+    assert msgspec.json.decode(msgspec.json.encode(as_data(result)))["claims"][0][
+        "share_of_effect"
+    ] == {"mean": 50.0, "interval": [50.0, 50.0]}
 
 
 def test_the_report_is_one_file_that_names_the_papers_numbers(
