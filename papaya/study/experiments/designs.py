@@ -8,16 +8,19 @@ comes from using smaller K".
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import PaperClaim, Result
 from papaya.study.experiments.runs import (
+    AS_CHOSEN,
     ONE_RATE,
+    PLANS,
     Reached,
     RegimeName,
     Scale,
+    Variation,
     async_plan,
     compared,
     exact,
@@ -32,6 +35,7 @@ from papaya.study.experiments.runs import (
     tuning_seeds,
 )
 from papaya.study.lab import Lab
+from papaya.study.replay import Rates
 from papaya.study.run import RecordingPlan
 
 KEY = "designs"
@@ -41,6 +45,8 @@ OVER, LARGE, SMALL, PLAIN = DESIGNS = (
     "AsyncFL, small K",
     "SyncFL without over-selection",
 )
+COMPARED = (OVER, LARGE, SMALL)
+"""The designs that the paper's numbers are about."""
 
 
 def design_plan(scale: Scale, name: str, seed: int) -> RecordingPlan:
@@ -65,7 +71,11 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
-    found = {name_of(data): _reached(lab, scale, seeds, data) for data in scale.data}
+    found = {}
+    for data in scale.data:
+        chosen = {regime: papers_rates(lab, scale, regime, data) for regime in PLANS}
+        share = papers_target(lab, scale, data)
+        found[name_of(data)] = measured(lab, scale, seeds, data, chosen, share, DESIGNS)
     bars = {design: [exact(by[design]) for by in found.values()] for design in DESIGNS}
     over = [fmean(hours) for hours in bars[OVER]]
     papers = {SMALL: [mean / 4.3 for mean in over], LARGE: [mean / 4.3**0.5 for mean in over]}
@@ -73,7 +83,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         key=KEY,
         title="Hours to the target for each design",
         paper="Figure 13: number of hours to reach a target loss for different designs",
-        claims=tuple(claim for name, by in found.items() for claim in _claims(name, by)),
+        claims=tuple(claim for name, by in found.items() for claim in claims(name, by)),
         findings=tuple(
             hours_finding(f"{name}, hours: {design}", runs)
             for name, by in found.items()
@@ -89,17 +99,24 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     )
 
 
-def _reached(lab: Lab, scale: Scale, seeds: Sequence[int], data: str) -> dict[str, list[Reached]]:
-    share = papers_target(lab, scale, data)
+def measured(
+    lab: Lab,
+    scale: Scale,
+    seeds: Sequence[int],
+    data: str,
+    chosen: Mapping[RegimeName, Rates],
+    share: float,
+    names: Sequence[str],
+    varied: Variation = AS_CHOSEN,
+) -> dict[str, list[Reached]]:
     found = {}
-    for name in DESIGNS:
-        chosen = papers_rates(lab, scale, regime_of(name), data)
+    for name in names:
         plans = [design_plan(scale, name, seed) for seed in seeds]
-        found[name] = reached(lab, share, plans, chosen, data)
+        found[name] = reached(lab, share, plans, chosen[regime_of(name)], data, varied)
     return found
 
 
-def _claims(name: str, found: dict[str, list[Reached]]) -> list[PaperClaim]:
+def claims(name: str, found: dict[str, list[Reached]]) -> list[PaperClaim]:
     total = compared(found[OVER], found[SMALL])
     small = compared(found[LARGE], found[SMALL])
     share = tuple(

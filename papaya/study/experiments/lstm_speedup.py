@@ -1,8 +1,8 @@
 """The speedup with an LSTM on real text: does AsyncFL's advantage survive tuning?
 
-Large cohorts saturate sooner on a larger model and on real text than on the small model of the
-other experiments. So the tuned protocol of the speedup is repeated: the same targets and grids of
-rates, an LSTM like the paper's, and real text only (without one, the synthetic language).
+The other experiments have a small model. Here the tuned protocol of the speedup is repeated with an
+LSTM like the paper's: the same targets and grids of rates, and real text only (without one, the
+synthetic language).
 
 Its training is a hundred times as slow as that of the small model. So only its rates are tuned: its
 first moments are those that were best for the small model. `all` leaves it out of `quick`; by name,
@@ -13,6 +13,7 @@ interrupted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from papaya.study.experiments import charts
@@ -28,6 +29,7 @@ from papaya.study.experiments.runs import (
     learning,
     met,
     name_of,
+    rates,
     target_loss,
     target_of,
     tuned_for_time,
@@ -100,7 +102,10 @@ def _tuned(
         return [_run(lab, scale, plan, chosen, share, data) for plan in plans]
 
     moments = (small.rates.optimizer.beta1,)
-    return best_of(lab, grid, moments, runs, hours_to(lab, share, data), LSTM_CLIENT)
+    return best_of(lab, grid, moments, runs, hours_to(lab, share, data), _lstm_rates)
+
+
+_lstm_rates = partial(rates, client=LSTM_CLIENT)
 
 
 def _run(

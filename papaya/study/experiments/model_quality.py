@@ -10,18 +10,19 @@ other seeds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Finding, PaperClaim, Result, ratios
 from papaya.study.experiments.runs import (
+    AS_CHOSEN,
     HEADLINE,
     Scale,
     Tuned,
+    Variation,
     after_updates,
     async_plan,
-    learning,
     name_of,
     perplexity,
     plain_plan,
@@ -30,6 +31,7 @@ from papaya.study.experiments.runs import (
     tuning_seeds,
 )
 from papaya.study.lab import Lab
+from papaya.study.replay import Rates
 from papaya.study.run import RecordingPlan
 
 KEY = "table-1"
@@ -74,9 +76,8 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     checks = []
     for data in scale.data:
         chosen = {name: tune(lab, scale, name, data) for name in METHODS}
-        tables[name_of(data)] = {
-            name: _row(lab, scale, seeds, name, found, data) for name, found in chosen.items()
-        }
+        best = {name: found.rates for name, found in chosen.items()}
+        tables[name_of(data)] = measured(lab, scale, seeds, data, best)
         checks += [found.check(f"{name_of(data)}, {name}") for name, found in chosen.items()]
     first = next(iter(tables.values()))
     return Result(
@@ -103,12 +104,32 @@ def tune(lab: Lab, scale: Scale, name: str, data: str = HEADLINE) -> Tuned:
     return tuned_for_loss(lab, plans, grid, scale.table_updates, data)
 
 
+def measured(
+    lab: Lab,
+    scale: Scale,
+    seeds: Sequence[int],
+    data: str,
+    chosen: Mapping[str, Rates],
+    varied: Variation = AS_CHOSEN,
+) -> dict[str, TableRow]:
+    """Of each method with its rates."""
+    return {
+        name: _row(lab, scale, seeds, name, found, data, varied) for name, found in chosen.items()
+    }
+
+
 def _row(
-    lab: Lab, scale: Scale, seeds: Sequence[int], name: str, chosen: Tuned, data: str
+    lab: Lab,
+    scale: Scale,
+    seeds: Sequence[int],
+    name: str,
+    chosen: Rates,
+    data: str,
+    varied: Variation = AS_CHOSEN,
 ) -> TableRow:
-    plans = [method_plan(scale, name, seed) for seed in seeds]
-    runs = [learning(plan, chosen.rates, data=data) for plan in plans]
-    points = [after_updates(outcome.curve, scale.table_updates) for outcome in lab.learn(runs)]
+    runs = [varied.run(method_plan(scale, name, seed), chosen, data) for seed in seeds]
+    updates = varied.part * scale.table_updates
+    points = [after_updates(outcome.curve, updates) for outcome in lab.learn(runs)]
     found = {level: [perplexity(getattr(p.quality, level)) for p in points] for level in _LEVELS}
     by_clients = [perplexity(point.quality.all_by_clients) for point in points]
     return TableRow(found, by_clients, [point.hours for point in points])
@@ -144,7 +165,11 @@ def hours(rows: dict[str, TableRow]) -> list[PaperClaim]:
 
 
 def _relative(rows: dict[str, TableRow], method: str, level: str) -> tuple[float, ...]:
-    return ratios(rows[method].perplexity[level], rows[PLAIN].perplexity[level])
+    return _over_plain(rows, rows[method], level)
+
+
+def _over_plain(rows: dict[str, TableRow], row: TableRow, level: str) -> tuple[float, ...]:
+    return ratios(row.perplexity[level], rows[PLAIN].perplexity[level])
 
 
 def _perplexities(name: str, rows: dict[str, TableRow]) -> list[Finding]:

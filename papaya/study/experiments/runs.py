@@ -273,6 +273,10 @@ def rates(rate: float, beta1: float = 0.0, client: ClientSGD = CLIENT) -> Rates:
     return Rates(client, OptimizerConfig(rate=rate, beta1=beta1, epsilon=_EPSILON))
 
 
+MakeRates: TypeAlias = Callable[[float, float], Rates]
+"""From a server rate and a first moment."""
+
+
 def sync_plan(scale: Scale, concurrency: int, seed: int) -> RecordingPlan:
     """The run at the paper's concurrency is long enough for Table 1 as well. Small cohorts need
     more rounds to the same target, and cost little.
@@ -331,13 +335,52 @@ def share_left(lab: Lab, outcome: RunResult, loss: float, data: str = HEADLINE) 
     return (loss - floor) / (first - floor)
 
 
+class Variation(NamedTuple):
+    """How a run differs from that of an experiment: `sensitivity` changes one of these at a time.
+
+    dialect    instead of that for which rates are chosen
+    factor     of all server rates
+    language   the seed of the language and of everybody's data, instead of the plan's
+    share      of the reducible loss that is left at the target, instead of the protocol's
+    part       of the updates or hours after which losses are read
+    """
+
+    dialect: Dialect | None = None
+    factor: float = 1.0
+    language: int | None = None
+    share: float | None = None
+    part: float = 1.0
+
+    def run(self, plan: RecordingPlan, chosen: Rates, data: str) -> Run:
+        return learning(
+            plan, self._scaled(chosen), data=self.dialect or data, language=self.language
+        )
+
+    def target_loss(self, lab: Lab, plan: RecordingPlan, share: float, data: str) -> float:
+        """At the target of a protocol, which is at this share."""
+        share = share if self.share is None else self.share
+        return target_loss(lab, plan, share, self.dialect or data, self.language)
+
+    def _scaled(self, chosen: Rates) -> Rates:
+        rate = (chosen.optimizer.rate or 0.0) * self.factor
+        return structs.replace(chosen, optimizer=structs.replace(chosen.optimizer, rate=rate))
+
+
+AS_CHOSEN: Final = Variation()
+
+
 def reached(
-    lab: Lab, share: float, plans: Sequence[RecordingPlan], chosen: Rates, data: str = HEADLINE
+    lab: Lab,
+    share: float,
+    plans: Sequence[RecordingPlan],
+    chosen: Rates,
+    data: str = HEADLINE,
+    varied: Variation = AS_CHOSEN,
 ) -> list[Reached]:
     """For each plan, when its run with these rates reached the target."""
-    outcomes = lab.learn([learning(plan, chosen, data=data) for plan in plans])
+    outcomes = lab.learn([varied.run(plan, chosen, data) for plan in plans])
     return [
-        met(outcome.curve, target_loss(lab, plan, share, data))
+        met(outcome.curve, varied.target_loss(lab, plan, share, data))
         for outcome, plan in zip(outcomes, plans, strict=True)
     ]
 
@@ -474,15 +517,13 @@ def tuned_target(lab: Lab, scale: Scale, data: str = HEADLINE) -> float:
     return target_of(lab, scale, scale.sync_grid, data).share
 
 
-def papers_rates(
-    lab: Lab, scale: Scale, regime: RegimeName, data: str = HEADLINE, client: ClientSGD = CLIENT
-) -> Rates:
+def papers_rates(lab: Lab, scale: Scale, regime: RegimeName, data: str = HEADLINE) -> Rates:
     """Adam's rate, with the first moment that needs the fewest hours to the target."""
     plans = [regime_plan(scale, regime, seed) for seed in tuning_seeds(scale)]
     grid = (scale.common_rate,)
     share = papers_target(lab, scale, data)
     tuned = tuned_for_time(lab, plans, grid, share, data, whole=True)
-    return rates(scale.common_rate, tuned.rates.optimizer.beta1, client)
+    return rates(scale.common_rate, tuned.rates.optimizer.beta1)
 
 
 def tuned_rates(
@@ -539,6 +580,7 @@ def tuned_for_loss(
     grid: Sequence[float],
     updates: float,
     data: str = HEADLINE,
+    make: MakeRates = rates,
 ) -> Tuned:
     """The lowest loss for all clients after so many updates."""
 
@@ -548,7 +590,7 @@ def tuned_for_loss(
     def runs(chosen: Rates) -> list[Run]:
         return [learning(plan, chosen, data=data) for plan in plans]
 
-    return best_of(lab, grid, MOMENTS, runs, loss)
+    return best_of(lab, grid, MOMENTS, runs, loss, make)
 
 
 def best_of(
@@ -557,7 +599,7 @@ def best_of(
     moments: Sequence[float],
     runs: Callable[[Rates], list[Run]],
     score: Callable[[RunResult], float],
-    client: ClientSGD = CLIENT,
+    make: MakeRates = rates,
 ) -> Tuned:
     """The rates with the lowest mean score. A grid of several rates grows by one where the best is
     on its edge, by the factor between its neighbours, at most `_MOST_STEPS` times.
@@ -568,13 +610,13 @@ def best_of(
     every = sorted(grid)
     scores: dict[Rates, float] = {}
     for _ in range(_MOST_STEPS):
-        tuned = _best_in(lab, every, moments, runs, score, client, scores)
+        tuned = _best_in(lab, every, moments, runs, score, make, scores)
         if len(every) < 2 or not tuned.is_on_edge:
             return tuned
         factor = every[1] / every[0]
         is_lowest = tuned.rates.optimizer.rate == every[0]
         every = [every[0] / factor, *every] if is_lowest else [*every, every[-1] * factor]
-    return _best_in(lab, every, moments, runs, score, client, scores)
+    return _best_in(lab, every, moments, runs, score, make, scores)
 
 
 def _best_in(
@@ -583,14 +625,14 @@ def _best_in(
     moments: Sequence[float],
     runs: Callable[[Rates], list[Run]],
     score: Callable[[RunResult], float],
-    client: ClientSGD,
+    make: MakeRates,
     scores: dict[Rates, float],
 ) -> Tuned:
     """`scores` has the scores that are known; new ones are added to it."""
     last = len(grid) - 1
     # From the middle of the grid, where the best rate is likely, to its edges.
     outwards = sorted(range(len(grid)), key=lambda place: abs(2 * place - last))
-    wanted = [rates(grid[place], beta1, client) for place, beta1 in product(outwards, moments)]
+    wanted = [make(grid[place], beta1) for place, beta1 in product(outwards, moments)]
     missing = [chosen for chosen in wanted if chosen not in scores]
     is_race = bool(missing) and any(run.target is not None for run in runs(missing[0]))
     while missing:
@@ -602,7 +644,7 @@ def _best_in(
             is_whole = outcome.curve.diverged is None
             found.setdefault(outcome.run.rates, []).append(score(outcome) if is_whole else math.inf)
         scores.update((chosen, fmean(each)) for chosen, each in found.items())
-    ordered = [rates(rate, beta1, client) for beta1, rate in product(moments, grid)]
+    ordered = [make(rate, beta1) for beta1, rate in product(moments, grid)]
     best_rates = min(ordered, key=lambda chosen: scores[chosen])  # the first if several are equal
     is_on_edge = best_rates.optimizer.rate in (grid[0], grid[-1])
     return Tuned(best_rates, scores[best_rates], is_on_edge)

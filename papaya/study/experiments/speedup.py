@@ -30,11 +30,14 @@ from papaya.study.experiments.result import (
     ratios,
 )
 from papaya.study.experiments.runs import (
+    AS_CHOSEN,
+    HEADLINE,
     PLANS,
     Reached,
     RegimeName,
     Scale,
     Tuned,
+    Variation,
     async_plan,
     compared,
     hours_finding,
@@ -94,6 +97,9 @@ class Protocol(NamedTuple):
     rates: dict[tuple[RegimeName, int], Rates]
     tuned: dict[str, Tuned]
 
+    def case(self, data: str) -> SpeedupCase:
+        return SpeedupCase(data, self.name, self.share)
+
 
 class SpeedupCase(NamedTuple):
     """One text and one protocol, with its target."""
@@ -116,12 +122,14 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     checks: list[Check] = []
     notes = [_MEANING]
     for data in scale.data:
-        for protocol in (_papers(lab, scale, data), _tuned(lab, scale, data)):
-            case = SpeedupCase(data, protocol.name, protocol.share)
-            measure = partial(_measure, lab, scale, seeds, data, protocol)
-            measured[case] = [measure(protocol.share, c) for c in scale.concurrencies]
-            at = scale.concurrency
-            by_share[case] = [(100 * share, measure(share, at).speedup) for share in _SHARES]
+        for protocol in protocols(lab, scale, data):
+            case = protocol.case(data)
+            pair = partial(pair_at, lab, scale, seeds, data, protocol)
+            measured[case] = [pair(c) for c in scale.concurrencies]
+            by_share[case] = [
+                (100 * share, pair(scale.concurrency, Variation(share=share)).speedup)
+                for share in _SHARES
+            ]
             checks += [t.check(f"{case}, {name}") for name, t in protocol.tuned.items()]
             notes += [
                 _chosen(case, protocol),
@@ -151,6 +159,11 @@ _PARADOX = (
 )
 
 
+def protocols(lab: Lab, scale: Scale, data: str = HEADLINE) -> tuple[Protocol, Protocol]:
+    """The paper's, and the tuned one."""
+    return _papers(lab, scale, data), _tuned(lab, scale, data)
+
+
 def _papers(lab: Lab, scale: Scale, data: str) -> Protocol:
     chosen = {regime: papers_rates(lab, scale, regime, data) for regime in PLANS}
     every = {(regime, c): chosen[regime] for regime in PLANS for c in scale.concurrencies}
@@ -172,22 +185,23 @@ def _tuned(lab: Lab, scale: Scale, data: str) -> Protocol:
     )
 
 
-def _measure(
+def pair_at(
     lab: Lab,
     scale: Scale,
     seeds: Sequence[int],
     data: str,
     protocol: Protocol,
-    share: float,
     concurrency: int,
+    varied: Variation = AS_CHOSEN,
 ) -> Pair:
     sides = [
         reached(
             lab,
-            share,
+            protocol.share,
             [make(scale, concurrency, seed) for seed in seeds],
             protocol.rates[regime, concurrency],
             data,
+            varied,
         )
         for regime, make in PLANS.items()
     ]

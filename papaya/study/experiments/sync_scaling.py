@@ -14,9 +14,11 @@ from typing import Literal
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Finding, PaperClaim, Result
 from papaya.study.experiments.runs import (
+    AS_CHOSEN,
     ONE_RATE,
     Reached,
     Scale,
+    Variation,
     compared,
     exact,
     name_of,
@@ -28,12 +30,13 @@ from papaya.study.experiments.runs import (
     tuning_seeds,
 )
 from papaya.study.lab import Lab
+from papaya.study.replay import Rates
 from papaya.study.run import RecordingPlan
 
 KEY = "sync-scaling"
 
 _Unit = Literal["hours", "trips"]
-_Runs = Mapping[int, list[Reached]]
+SyncRuns = Mapping[int, list[Reached]]
 """Of one text, by concurrency."""
 
 
@@ -43,20 +46,16 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
-    found = {name_of(data): _measure(lab, scale, seeds, data) for data in scale.data}
+    found = {}
+    for data in scale.data:
+        chosen, share = papers_rates(lab, scale, "SyncFL", data), papers_target(lab, scale, data)
+        found[name_of(data)] = measured(lab, scale, seeds, data, chosen, share, scale.concurrencies)
     first, (low, high) = scale.concurrencies[0], scale.concurrencies[-2:]
     return Result(
         key=KEY,
         title="SyncFL at growing concurrency",
         paper="Figure 3: training time and trips of SyncFL, concurrency 130 to 2600",
-        claims=tuple(
-            one
-            for name, by in found.items()
-            for one in (
-                _claim(name, by, low, high, "training time falls", -17.0, "hours"),
-                _claim(name, by, low, high, "communication trips grow", 73.0, "trips"),
-            )
-        ),
+        claims=tuple(claim for name, by in found.items() for claim in claims(scale, name, by)),
         findings=tuple(
             one
             for name, by in found.items()
@@ -76,8 +75,17 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     )
 
 
+def claims(scale: Scale, name: str, by: SyncRuns) -> list[PaperClaim]:
+    """Between the two highest concurrencies."""
+    low, high = scale.concurrencies[-2:]
+    return [
+        _claim(name, by, low, high, "training time falls", -17.0, "hours"),
+        _claim(name, by, low, high, "communication trips grow", 73.0, "trips"),
+    ]
+
+
 def _claim(
-    name: str, by: _Runs, low: int, high: int, what: str, papers: float, unit: _Unit
+    name: str, by: SyncRuns, low: int, high: int, what: str, papers: float, unit: _Unit
 ) -> PaperClaim:
     change = compared(by[high], by[low], unit).changes
     return PaperClaim(
@@ -91,13 +99,13 @@ def _claim(
     )
 
 
-def _finding(name: str, by: _Runs, first: int, high: int, what: str, unit: _Unit) -> Finding:
+def _finding(name: str, by: SyncRuns, first: int, high: int, what: str, unit: _Unit) -> Finding:
     values, bound = compared(by[high], by[first], unit).changes
     text = f"{name}: {what}, {first} to {high}"
     return Finding(name=text, values=values, bound=bound, unit="%")
 
 
-def _panels(found: Mapping[str, _Runs], low: int, high: int) -> list[charts.Panel]:
+def _panels(found: Mapping[str, SyncRuns], low: int, high: int) -> list[charts.Panel]:
     hours = {name: {c: exact(at) for c, at in by.items()} for name, by in found.items()}
     trips = {name: {c: exact(at, "trips") for c, at in by.items()} for name, by in found.items()}
     return [
@@ -117,9 +125,15 @@ def _panels(found: Mapping[str, _Runs], low: int, high: int) -> list[charts.Pane
     ]
 
 
-def _measure(lab: Lab, scale: Scale, seeds: Sequence[int], data: str) -> _Runs:
-    chosen, share = papers_rates(lab, scale, "SyncFL", data), papers_target(lab, scale, data)
-    return {
-        c: reached(lab, share, [sync_plan(scale, c, seed) for seed in seeds], chosen, data)
-        for c in scale.concurrencies
-    }
+def measured(
+    lab: Lab,
+    scale: Scale,
+    seeds: Sequence[int],
+    data: str,
+    chosen: Rates,
+    share: float,
+    concurrencies: Sequence[int],
+    varied: Variation = AS_CHOSEN,
+) -> SyncRuns:
+    plans = {c: [sync_plan(scale, c, seed) for seed in seeds] for c in concurrencies}
+    return {c: reached(lab, share, same, chosen, data, varied) for c, same in plans.items()}

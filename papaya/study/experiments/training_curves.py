@@ -9,13 +9,15 @@ so does this one at `quick` scale, where its runs are those of the experiment on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import numpy as np
+from msgspec import structs
 
 from papaya.study.experiments import charts
 from papaya.study.experiments.designs import (
+    COMPARED,
     DESIGNS,
     LARGE,
     OVER,
@@ -25,11 +27,14 @@ from papaya.study.experiments.designs import (
 )
 from papaya.study.experiments.result import PaperClaim, Result, changes
 from papaya.study.experiments.runs import (
-    CLIENT,
+    AS_CHOSEN,
     HEADLINE,
     LSTM_CLIENT,
     ONE_RATE,
+    PLANS,
+    RegimeName,
     Scale,
+    Variation,
     learning,
     name_of,
     papers_rates,
@@ -37,9 +42,10 @@ from papaya.study.experiments.runs import (
     tuning_seeds,
 )
 from papaya.study.lab import Lab
-from papaya.study.replay import Curve
+from papaya.study.replay import Curve, Rates
 from papaya.study.run import RecordingPlan, Run
 from papaya.study.trace import Trace
+from papaya.study.workloads.paper import Model
 
 KEY = "training-curves"
 _EVALUATIONS = 15
@@ -53,7 +59,10 @@ def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
-    curves = {data: _curves(lab, scale, seeds, data) for data in scale.data}
+    curves = {}
+    for data in scale.data:
+        chosen = {regime: papers_rates(lab, scale, regime, data) for regime in PLANS}
+        curves[data] = measured(lab, scale, seeds, data, chosen, DESIGNS, scale.curve_model)
     panels = [
         charts.Panel(
             f"{name_of(data)}: all clients".capitalize(),
@@ -70,7 +79,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         title="Training curves of four designs",
         paper="Figure 12: training curves at aggregation goal 1000; losses at 10 hours",
         claims=tuple(
-            claim for data, by in curves.items() for claim in _claims(scale, name_of(data), by)
+            claim for data, by in curves.items() for claim in claims(scale, name_of(data), by)
         ),
         plots=(charts.lines(lab.folder, KEY, "hours", panels),),
         notes=(
@@ -80,16 +89,35 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     )
 
 
-def _curves(lab: Lab, scale: Scale, seeds: Sequence[int], data: str) -> dict[str, list[Curve]]:
-    runs = {name: _runs(lab, scale, name, seeds, data) for name in DESIGNS}
+def measured(
+    lab: Lab,
+    scale: Scale,
+    seeds: Sequence[int],
+    data: str,
+    chosen: Mapping[RegimeName, Rates],
+    names: Sequence[str],
+    model: Model,
+    varied: Variation = AS_CHOSEN,
+) -> dict[str, list[Curve]]:
+    """Only runs of the small model can be varied."""
+    runs = {}
+    for name in names:
+        plans, rates = [design_plan(scale, name, seed) for seed in seeds], chosen[regime_of(name)]
+        if model == "embedding":
+            runs[name] = [varied.run(plan, rates, data) for plan in plans]
+        else:
+            runs[name] = _lstm_runs(lab, scale, model, plans, rates, data)
     learnt = iter(lab.learn([run for group in runs.values() for run in group]))
     return {name: [next(learnt).curve for _ in group] for name, group in runs.items()}
 
 
-def _claims(scale: Scale, name: str, curves: dict[str, list[Curve]]) -> list[PaperClaim]:
-    hour = scale.fixed_hour
-    at = {n: [_loss_at(c, hour) for c in found] for n, found in curves.items()}
-    is_short = any(c.points[-1].hours < hour for found in curves.values() for c in found)
+def claims(
+    scale: Scale, name: str, curves: dict[str, list[Curve]], part: float = 1.0
+) -> list[PaperClaim]:
+    """`part`: losses are compared after this part of the fixed hour."""
+    hour = part * scale.fixed_hour
+    at = {name: [_loss_at(curve, hour) for curve in curves[name]] for name in COMPARED}
+    is_short = any(c.points[-1].hours < hour for name in COMPARED for c in curves[name])
     incomparable = f"a run ended before {hour:g} h" if is_short else ""
     start = f"{name}: loss at {hour:g} h"
     return [
@@ -128,17 +156,20 @@ def _line(curves: Sequence[Curve]) -> list[tuple[float, list[float]]]:
     return [(hour, [_loss_at(curve, hour) for curve in curves]) for hour in hours]
 
 
-def _runs(lab: Lab, scale: Scale, name: str, seeds: Sequence[int], data: str) -> list[Run]:
-    client = CLIENT if scale.curve_model == "embedding" else LSTM_CLIENT
-    chosen = papers_rates(lab, scale, regime_of(name), data, client)
-    plans = [design_plan(scale, name, seed) for seed in seeds]
-    if scale.curve_model == "embedding":
-        return [learning(plan, chosen, data=data) for plan in plans]
+def _lstm_runs(
+    lab: Lab,
+    scale: Scale,
+    model: Model,
+    plans: Sequence[RecordingPlan],
+    chosen: Rates,
+    data: str,
+) -> list[Run]:
+    """As far as losses are compared, and rarely judged: an LSTM learns slowly."""
     return [
         learning(
             recording.plan,
-            chosen,
-            model=scale.curve_model,
+            structs.replace(chosen, client=LSTM_CLIENT),
+            model=model,
             data=data,
             updates=_updates_until(recording.trace, scale.fixed_hour),
             evaluations=_EVALUATIONS,

@@ -14,10 +14,10 @@ from scipy import stats
 
 from papaya.cli.main import main
 from papaya.sim.report import ks_statistic
-from papaya.study.experiments import charts, model_quality, sampling_bias, speedup
+from papaya.study.experiments import charts, goal_sweep, model_quality, sampling_bias, speedup
 from papaya.study.experiments.model_quality import TableRow
 from papaya.study.experiments.result import Bound, PaperClaim, Ratios
-from papaya.study.experiments.runs import Reached, compared, met, rates
+from papaya.study.experiments.runs import QUICK, Reached, compared, met, rates
 from papaya.study.experiments.speedup import Pair, SpeedupCase, claims
 from papaya.study.fairness import weighted_ks
 from papaya.study.replay import Curve, Point
@@ -212,6 +212,13 @@ def test_without_damping_clients_have_the_influence_of_their_examples() -> None:
     top = {f.name.partition(":")[0]: f.mean for f in findings if "most data" in f.name}
     assert top["AsyncFL"] == pytest.approx(-50, abs=1)
     assert top["AsyncFL without damping"] == pytest.approx(0)
+
+
+def test_the_papers_ratio_of_goals_is_drawn_where_ours_is_not_reached() -> None:
+    by = {100: [ended(9.0)] * 3, 1000: [took(4.3**0.5)] * 3}
+    [(goal, hours)] = goal_sweep.papers_hours(QUICK, {"made up": by})
+    assert goal == 100
+    assert hours == pytest.approx(1.0)
 
 
 def test_the_weighted_distance_is_that_of_repeated_values() -> None:

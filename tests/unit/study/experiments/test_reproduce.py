@@ -28,13 +28,16 @@ from papaya.study.experiments.reproduce import (
 from papaya.study.experiments.result import Check, Finding, PaperClaim, Result, number
 from papaya.study.experiments.runs import (
     ADAMS_RATE,
+    AS_CHOSEN,
     DEEP,
     FULL,
+    HEADLINE,
     NEVER_H,
     QUICK,
     SCALES,
     TUNING_SEED,
     Scale,
+    Variation,
     async_plan,
     learning,
     met,
@@ -175,6 +178,29 @@ def test_the_page_of_verdicts_has_the_share_of_the_papers_effect() -> None:
     assert msgspec.json.decode(msgspec.json.encode(as_data(result)))["claims"][0][
         "share_of_effect"
     ] == {"mean": 50.0, "interval": [50.0, 50.0]}
+
+
+def test_a_variation_changes_one_input() -> None:
+    same = learning(PLAN, rates(0.01))
+    assert AS_CHOSEN.run(PLAN, rates(0.01), HEADLINE) == same
+    varied = {
+        Variation(dialect="strong"): structs.replace(same, data="strong/3"),
+        Variation(language=7): structs.replace(same, data="weak/7"),
+        Variation(factor=2.0): structs.replace(same, rates=rates(0.02)),
+        Variation(share=0.5, part=0.5): same,
+    }
+    for variation, run in varied.items():
+        assert variation.run(PLAN, rates(0.01), HEADLINE) == run
+
+
+def test_a_variation_has_the_target_of_its_own_data(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, in_turn, workload_of)
+    at_half = target_loss(lab, PLAN, 0.5)
+    assert AS_CHOSEN.target_loss(lab, PLAN, 0.5, HEADLINE) == at_half
+    assert Variation(share=0.2).target_loss(lab, PLAN, 0.5, HEADLINE) < at_half
+    strong = Variation(dialect="strong").target_loss(lab, PLAN, 0.5, HEADLINE)
+    assert strong == target_loss(lab, PLAN, 0.5, "strong")
+    assert strong != at_half
 
 
 def test_the_report_is_one_file_that_names_the_papers_numbers(
