@@ -6,13 +6,20 @@ over-selection, and AsyncFL.
 
 Each method has the rate and the first moment that give it the lowest perplexity for all clients on
 other seeds.
+
+AsyncFL damps stale updates by 1/√(1 + s). To see what damping does to its perplexity, the same
+recordings are learnt again without it, with the same rates and with rates that are tuned for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
+from msgspec import structs
+
+from papaya.config import Staleness
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Finding, PaperClaim, Result, ratios
 from papaya.study.experiments.runs import (
@@ -26,6 +33,7 @@ from papaya.study.experiments.runs import (
     name_of,
     perplexity,
     plain_plan,
+    rates,
     sync_plan,
     tuned_for_loss,
     tuning_seeds,
@@ -73,11 +81,17 @@ def method_plan(scale: Scale, name: str, seed: int) -> RecordingPlan:
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     tables: dict[str, dict[str, TableRow]] = {}
+    undamped: dict[str, dict[str, TableRow]] = {}
     checks = []
     for data in scale.data:
         chosen = {name: tune(lab, scale, name, data) for name in METHODS}
         best = {name: found.rates for name, found in chosen.items()}
         tables[name_of(data)] = measured(lab, scale, seeds, data, best)
+        chosen[_UNDAMPED] = tune_undamped(lab, scale, best[ASYNC], data)
+        without = {_SAME: without_damping(best[ASYNC]), _AGAIN: chosen[_UNDAMPED].rates}
+        undamped[name_of(data)] = {
+            how: _row(lab, scale, seeds, ASYNC, found, data) for how, found in without.items()
+        }
         checks += [found.check(f"{name_of(data)}, {name}") for name, found in chosen.items()]
     first = next(iter(tables.values()))
     return Result(
@@ -88,6 +102,11 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         checks=tuple(checks),
         findings=(
             *(found for name, rows in tables.items() for found in _perplexities(name, rows)),
+            *(
+                found
+                for name, rows in tables.items()
+                for found in damping(name, rows, undamped[name])
+            ),
             *(
                 Finding(name=f"hours: {n}", paper=_PAPER[n][-1], values=tuple(row.hours), unit="h")
                 for n, row in first.items()
@@ -102,6 +121,22 @@ def tune(lab: Lab, scale: Scale, name: str, data: str = HEADLINE) -> Tuned:
     grid = scale.async_grid if name == ASYNC else scale.sync_grid
     plans = [method_plan(scale, name, seed) for seed in tuning_seeds(scale)]
     return tuned_for_loss(lab, plans, grid, scale.table_updates, data)
+
+
+def tune_undamped(lab: Lab, scale: Scale, damped: Rates, data: str = HEADLINE) -> Tuned:
+    """AsyncFL without damping: the search begins with the neighbours of the best damped rate."""
+    rate, factor = damped.optimizer.rate or 0.0, scale.async_grid[1] / scale.async_grid[0]
+    plans = [method_plan(scale, ASYNC, seed) for seed in tuning_seeds(scale)]
+    grid = (rate / factor, rate, rate * factor)
+    return tuned_for_loss(lab, plans, grid, scale.table_updates, data, _undamped_rates)
+
+
+def without_damping(chosen: Rates) -> Rates:
+    return structs.replace(chosen, staleness=Staleness(kind="constant"))
+
+
+def _undamped_rates(rate: float, beta1: float) -> Rates:
+    return without_damping(rates(rate, beta1))
 
 
 def measured(
@@ -185,6 +220,34 @@ def _perplexities(name: str, rows: dict[str, TableRow]) -> list[Finding]:
     return found
 
 
+def damping(
+    name: str, rows: dict[str, TableRow], undamped: Mapping[str, TableRow]
+) -> Iterator[Finding]:
+    """`undamped`: how its rates were chosen -> AsyncFL without damping."""
+    for how, row in undamped.items():
+        for level in _LEVELS:
+            start = f"{name}: perplexity, {_WORDS[level]}"
+            yield Finding(
+                name=f"{start}: AsyncFL without damping, {how} ÷ without over-selection",
+                values=_over_plain(rows, row, level),
+            )
+            sides = (rows[PLAIN], rows[ASYNC], row)
+            yield Finding(
+                name=f"{start}: share of AsyncFL's gap to SyncFL without over-selection that "
+                f"disappears without damping, {how}",
+                values=tuple(map(_closed, *(side.perplexity[level] for side in sides))),
+                unit="%",
+            )
+
+
+def _closed(plain: float, damped: float, undamped: float) -> float:
+    """In percent of the gap; not a number if there is none."""
+    gap = damped - plain
+    return 100 * (damped - undamped) / gap if gap > 0 else math.nan
+
+
+_UNDAMPED: Final = "AsyncFL without damping"
+_SAME, _AGAIN = "same rates", "rates tuned again"
 _WORDS = {"all": "all", "p75": "75th percentile", "p99": "99th percentile"}
 _NOTES = (
     (
@@ -193,6 +256,10 @@ _NOTES = (
         "rank the methods otherwise, so both are printed."
     ),
     "Rate and first moment of each method are tuned for the perplexity of all clients.",
+    (
+        "Without damping, a stale update weighs as much as a fresh one. “Same rates” are those of "
+        "AsyncFL with damping, “rates tuned again” are tuned in the same way without it."
+    ),
 )
 
 

@@ -200,6 +200,22 @@ def test_table_1_compares_ratios_at_every_percentile() -> None:
     assert [c.verdict for s, c in papers.items() if s.startswith("hours")] == ["agrees", "agrees"]
 
 
+def table_row(p99: float) -> TableRow:
+    return TableRow({"all": [20.0] * 3, "p75": [20.0] * 3, "p99": [p99] * 3}, [20.0] * 3, [1.0] * 3)
+
+
+def test_what_damping_explains_is_the_part_of_the_gap_that_disappears_without_it() -> None:
+    rows = dict(zip(model_quality.METHODS, map(table_row, (30.0, 31.0, 34.0)), strict=True))
+    found = list(model_quality.damping("made up", rows, {"same rates": table_row(33.0)}))
+    at_99 = {f.name.partition(": ")[2]: f for f in found if "99th" in f.name}
+    ratio, share = at_99.values()
+    assert ratio.mean == pytest.approx(33 / 30)
+    assert share.mean == pytest.approx(25.0)
+    assert share.unit == "%"
+    none = next(f for f in found if "share" in f.name and ", all" in f.name)
+    assert math.isnan(none.mean)  # AsyncFL is as good as SyncFL: there is no gap
+
+
 def test_without_damping_clients_have_the_influence_of_their_examples() -> None:
     def counted(damping: float) -> sampling_bias.Counted:
         """Only the last client, which has the most data, is stale."""

@@ -203,6 +203,15 @@ def test_a_variation_has_the_target_of_its_own_data(tmp_path: Path) -> None:
     assert strong != at_half
 
 
+def test_learning_without_damping_gives_another_model(toy: tuple[Path, list[Result]]) -> None:
+    [table] = [result for result in toy[1] if result.key == "table-1"]
+    start = "synthetic language: perplexity, all: "
+    damped = next(c for c in table.claims if c.statement.startswith(f"{start}AsyncFL"))
+    undamped = next(f for f in table.findings if f.name.startswith(f"{start}AsyncFL without"))
+    assert "same rates" in undamped.name
+    assert undamped.mean != damped.mean
+
+
 def test_the_report_is_one_file_that_names_the_papers_numbers(
     toy: tuple[Path, list[Result]],
 ) -> None:
