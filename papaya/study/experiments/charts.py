@@ -10,12 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
+from textwrap import fill
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from papaya.sim.draws import Floats
@@ -32,11 +34,14 @@ _ROOM = 0.8
 _REGIMES = {"AsyncFL": 0, "AsyncFL, large K": 3, "SyncFL": 1, "SyncFL without": 2}
 _UNMET = "target not reached in every recorded run"
 _TRIANGLES = {"at most": "v", "at least": "^"}
+_SIDEWAYS = {"at most": "<", "at least": ">"}
 _BINS = 50
 _MARGIN = 1.15
 _EDGE = 1.05
 _STEPS = ((1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0,))  # ticks of a logarithm
 _MOST_TICKS = 9
+_LABELS, _SPREAD_ROW, _LETTERS = 2.6, 0.42, 44  # inches, inches, and in a line of a row's label
+_SMALL, _LARGE = 2.5, 6.5
 
 
 class Panel(NamedTuple):
@@ -68,6 +73,22 @@ class Dots(NamedTuple):
     paper: Mapping[str, Sequence[float]]
     level: float = 1.0
     log: bool = False
+
+
+class SpreadRow(NamedTuple):
+    """A number: the paper's, that of the experiment, and for each input what its values, in order,
+    make of it.
+    """
+
+    label: str
+    paper: Ratios
+    own: Ratios
+    spread: Mapping[str, Sequence[Ratios]]
+
+
+class SpreadPanel(NamedTuple):
+    title: str
+    rows: Sequence[SpreadRow]
 
 
 def ratio_panel(
@@ -175,6 +196,98 @@ def _dotted(panel: Dots) -> list[float]:
     seeds = [value for found in panel.values.values() for each in found for value in each]
     papers = [value for found in panel.paper.values() for value in found]
     return [value for value in (*seeds, *papers, panel.level) if math.isfinite(value) and value > 0]
+
+
+def spreads(
+    folder: Path, key: str, x_label: str, grid: Sequence[Sequence[SpreadPanel]], caption: str
+) -> str:
+    """Rows of ratios on a logarithmic axis. Panels beside each other have the same rows and axis.
+    The marks of an input grow from its first value to its last.
+    """
+
+    def make() -> Figure:
+        heights = [len(line[0].rows) for line in grid]
+        size = (_LABELS + _WIDTH * len(grid[0]), _SPREAD_ROW * sum(heights) + 2)
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(
+            len(grid), len(grid[0]), squeeze=False, sharex="row", sharey="row",
+            gridspec_kw={"height_ratios": heights},
+        )  # fmt: skip
+        every = [row for line in grid for panel in line for row in panel.rows]
+        colors = _colors(dict.fromkeys(name for row in every for name in row.spread))
+        for line, beside in zip(grid, axes, strict=True):
+            for panel, axis in zip(line, beside, strict=True):
+                prepare(axis, panel.title, x_label, "")
+                _spread_rows(axis, panel, colors)
+            _log_axis(beside[0], _spread_values(line), of_x=True)
+        handles = _spread_legend(axes[0][0], colors)
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8,
+            title=caption, title_fontsize=8,
+        )  # fmt: skip
+        return figure
+
+    return save(make, folder / f"{key}.png").name
+
+
+def _spread_values(line: Sequence[SpreadPanel]) -> list[float]:
+    rows = [row for panel in line for row in panel.rows]
+    found = [ratio for row in rows for each in row.spread.values() for ratio in each]
+    values = [fmean(ratio.values) for ratio in found]
+    own = [value for row in rows for value in (*row.own.values, *row.paper.values)]
+    return [value for value in (*values, *own, 1.0) if math.isfinite(value) and value > 0]
+
+
+def _spread_rows(axis: Axes, panel: SpreadPanel, colors: Mapping[str, str]) -> None:
+    axis.grid(visible=False)
+    axis.grid(axis="x", color="#dddddd", lw=0.7)
+    axis.axvline(1.0, color="#999999", lw=0.8, ls=(0, (4, 3)), zorder=0)
+    lanes = np.linspace(-0.34, 0.34, len(colors) + 1)
+    for at, row in enumerate(panel.rows):
+        if at % 2:
+            axis.axhspan(at - 0.5, at + 0.5, color="#f5f5f5", zorder=-1, lw=0)
+        own, *others = (at + lanes).tolist()
+        if not row.own.bound:
+            axis.plot([min(row.own.values), max(row.own.values)], [own, own], "k", lw=1)
+        _spread_mark(axis, row.own, own, "k", 5.0)
+        _spread_mark(axis, row.paper, own, "k", 9.0, "*")
+        for (name, color), y in zip(colors.items(), others, strict=True):
+            found = row.spread.get(name, ())
+            known = [x for ratio in found if math.isfinite(x := fmean(ratio.values))]
+            axis.plot(known, [y] * len(known), color=color, lw=0.8)
+            for ratio, size in zip(found, np.linspace(_SMALL, _LARGE, len(found)), strict=True):
+                _spread_mark(axis, ratio, y, color, float(size))
+    labels = [fill(row.label, _LETTERS) for row in panel.rows]
+    axis.set_yticks(range(len(labels)), labels, fontsize=7.5)
+    axis.set_ylim(len(labels) - 0.5, -0.5)
+
+
+def _spread_mark(
+    axis: Axes, ratio: Ratios, y: float, color: str, size: float, exact: str = "o"
+) -> None:
+    """A triangle points to where the value is; a cross at the edge stands for an unknown one."""
+    x = fmean(ratio.values)
+    if not math.isfinite(x):
+        across = axis.get_yaxis_transform()  # y as data, x as a share of the width
+        axis.plot([0.985], [y], "x", color=color, ms=size, transform=across)
+    elif ratio.bound:
+        axis.plot([x], [y], _SIDEWAYS[ratio.bound], color=color, mfc="none", ms=size)
+    else:
+        axis.plot([x], [y], exact, color=color, ms=size)
+
+
+def _spread_legend(axis: Axes, colors: Mapping[str, str]) -> list[Line2D]:
+    marks = [
+        ("*", "k", "k", 9, "the paper"),
+        ("o", "k", "k", 5, "the experiment, with the range over seeds"),
+        *(("o", color, color, 5, name) for name, color in colors.items()),
+        *((mark, "#666666", "none", 7, f"{bound} this") for bound, mark in _SIDEWAYS.items()),
+        ("x", "#666666", "none", 5, "unknown: neither run reached its target"),
+    ]
+    return [
+        axis.plot([], [], mark, color=color, mfc=inside, ms=size, label=label)[0]
+        for mark, color, inside, size, label in marks
+    ]
 
 
 def bars(

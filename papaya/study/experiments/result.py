@@ -147,6 +147,23 @@ class PaperClaim(Seeds, frozen=True, kw_only=True):
             values=values, unit="%", bound=self.bound if papers > 0 else _INVERSE[self.bound]
         )
 
+    @property
+    def as_ratio(self) -> Ratios | None:
+        """Of a ratio, or of a change in percent. None if it is neither."""
+        if self.no_effect is None:
+            return None
+        known = (math.nan,) * len(self.values) if self.incomparable else self.numbers
+        return Ratios(tuple(map(self._ratio, known)), self.bound)
+
+    @property
+    def papers_ratio(self) -> Ratios:
+        """The paper's number in the unit of `as_ratio`."""
+        bounds: dict[str, Bound] = {"about": "", "above": "at least", "below": "at most"}
+        return Ratios((self._ratio(self.expected),), bounds[self.relation])
+
+    def _ratio(self, value: float) -> float:
+        return 1 + value / 100 if self.unit == "%" else value
+
 
 class Check(Struct, frozen=True):
     """A rule of method. `detail` has the numbers on which it was decided."""

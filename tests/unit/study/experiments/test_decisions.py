@@ -145,6 +145,20 @@ def test_no_share_of_an_effect_is_told_where_there_is_none_to_compare() -> None:
         assert other.share_of_effect is None
 
 
+def test_a_change_in_percent_is_drawn_as_a_ratio() -> None:
+    change = structs.replace(
+        claim((-50.0, 100.0), "above", expected=10.0), unit="%", no_effect=0.0, bound="at least"
+    )
+    assert change.as_ratio == Ratios((0.5, 2.0), "at least")
+    assert change.papers_ratio == Ratios((1.1,), "at least")
+    ratio = structs.replace(claim((1.5, 2.0)), no_effect=1.0)
+    assert (ratio.as_ratio, ratio.papers_ratio) == (Ratios((1.5, 2.0)), Ratios((5.0,)))
+    unknown = structs.replace(ratio, incomparable="too short").as_ratio
+    assert unknown is not None
+    assert all(map(math.isnan, unknown.values))
+    assert claim((1.5, 2.0)).as_ratio is None
+
+
 def test_the_gap_widens_or_it_does_not() -> None:
     case = SpeedupCase("weak", "made up", 0.5)
     widens = claims(case, [three(100, 2.0), three(200, 5.0)])
@@ -353,3 +367,21 @@ def test_no_value_lies_above_the_last_tick(drawn: list[Figure]) -> None:
     assert high >= 4.4
     assert axis.get_ylim()[0] <= low
     assert axis.get_ylim()[1] >= high
+
+
+def test_a_spread_shows_bounds_as_triangles_and_unknown_ratios_at_the_edge(
+    drawn: list[Figure],
+) -> None:
+    exact, most, unknown = Ratios((2.0,)), Ratios((0.5,), "at most"), Ratios((math.nan,))
+    row = charts.SpreadRow("made up", Ratios((5.0,)), exact, {"rates": [exact, most, unknown]})
+    charts.spreads(Path(), "made up", "ratio", [[charts.SpreadPanel("", [row])]], "")
+    axis = drawn[0].axes[0]
+    marks = {
+        (str(line.get_marker()), float(np.asarray(line.get_xdata())[0]))
+        for line in axis.lines
+        if len(np.asarray(line.get_xdata())) == 1
+    }
+    assert {("*", 5.0), ("o", 2.0), ("<", 0.5), ("x", 0.985)} <= marks
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["made up"]
+    assert min(axis.get_xlim()) < 0.5
+    assert max(axis.get_xlim()) >= 5.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from papaya.cli.main import main
 from papaya.config import AsyncFL
 from papaya.sim.jobs import in_turn
 from papaya.study.data.source import Memory
-from papaya.study.experiments import tee_transfer
+from papaya.study.experiments import tee_transfer, variations
 from papaya.study.experiments.reproduce import (
     EXPERIMENTS,
     as_data,
@@ -39,6 +39,7 @@ from papaya.study.experiments.runs import (
     Scale,
     Variation,
     async_plan,
+    corpora_of,
     learning,
     met,
     rates,
@@ -51,8 +52,9 @@ from papaya.study.experiments.runs import (
     workload_of,
 )
 from papaya.study.lab import Lab, LabStep
-from papaya.study.run import RunResult
+from papaya.study.run import Run, RunResult
 from papaya.study.workloads.language import EmbeddingWorkload
+from papaya.study.workloads.paper import text_data
 from papaya.study.workloads.text import Corpus, corpus_of, windows_of_text
 
 TOY = structs.replace(
@@ -178,6 +180,46 @@ def test_the_page_of_verdicts_has_the_share_of_the_papers_effect() -> None:
     assert msgspec.json.decode(msgspec.json.encode(as_data(result)))["claims"][0][
         "share_of_effect"
     ] == {"mean": 50.0, "interval": [50.0, 50.0]}
+
+
+def test_sensitivity_has_every_learning_claim_as_the_experiments_have_it(
+    toy: tuple[Path, list[Result]],
+) -> None:
+    folder, results = toy
+    keys = {"sync-scaling", "speedup", "goal-sweep", "table-1", "training-curves", "designs"}
+    found = [claim for result in results if result.key in keys for claim in result.claims]
+    learning_claims = [claim for claim in found if not claim.statement.startswith("hours: ")]
+    assert len(learning_claims) > 40
+    parts = (folder / "sensitivity.md").read_text(encoding="utf-8").split("## ")[1:]
+    rows = {name.partition("\n")[0].lower(): name for name in parts}
+    for claim in learning_claims:
+        name = next(name for name in rows if claim.statement.startswith(name))
+        label = claim.statement.removeprefix(name).lstrip(",: ")
+        assert f"| {label} | {claim.paper} | {claim} |" in rows[name]
+
+
+class AskedLab(Lab):
+    """Keeps which runs were asked for."""
+
+    asked: set[Run]
+
+    def learn(self, runs: Iterable[Run]) -> list[RunResult]:
+        wanted = list(runs)
+        self.asked.update(wanted)
+        return super().learn(wanted)
+
+
+def test_the_runs_of_a_variation_are_all_asked_for_at_once(toy: tuple[Path, list[Result]]) -> None:
+    data = text_data(a_corpus())
+    lab = AskedLab(toy[0], in_turn, workload_of, needs=corpora_of)
+    lab.asked = set()
+    scale = structs.replace(TOY, text=data)
+    for name in (HEADLINE, data):
+        chosen = variations.choose(lab, scale, name)
+        twice = Variation(factor=2.0)
+        lab.asked.clear()
+        variations.claims_of(lab, scale, [1], name, chosen, varied=twice)
+        assert lab.asked == set(variations.runs_of(scale, 1, name, chosen, twice))
 
 
 def test_a_variation_changes_one_input() -> None:
