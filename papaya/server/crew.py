@@ -13,8 +13,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Condition, RLock, Thread, current_thread
-from typing import Final
+from threading import Condition, Event, RLock, Thread, current_thread
+from typing import Final, TypeVar
 
 logger = logging.getLogger("papaya.workers")
 
@@ -22,6 +22,11 @@ FIRST_RETRY_S: Final = 0.1
 LONGEST_RETRY_S: Final = 5.0
 
 CrewJob = Callable[[], object]
+Found = TypeVar("Found")
+
+
+class NoThread(OSError):
+    """No thread can start: this process is at a limit of the operating system."""
 
 
 def call_on(
@@ -30,6 +35,26 @@ def call_on(
     """Call it on the loop, from any thread. No-op if the loop is closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *arguments)
+
+
+async def on_thread(function: Callable[..., Found], *arguments: object) -> Found:
+    """`asyncio.to_thread`, but at a limit it raises NoThread and does not make the call."""
+    is_withdrawn = Event()
+
+    def call() -> Found:
+        if is_withdrawn.is_set():
+            raise NoThread("this call was withdrawn")
+        return function(*arguments)
+
+    try:
+        waiting = asyncio.get_running_loop().run_in_executor(None, call)
+    except RuntimeError as error:
+        is_withdrawn.set()  # the executor has queued the call before it needs a thread
+        raise NoThread(str(error)) from error
+    try:
+        return await waiting
+    finally:
+        del waiting  # an exception that it holds would keep this frame alive, and so itself
 
 
 def retry_delay_s(attempts: int, first_s: float = FIRST_RETRY_S) -> float:
@@ -73,7 +98,7 @@ class Crew:
         self._loop = loop
         self._threads: set[Thread] = set()
         self._waiting = 0  # threads that wait for work
-        self._attempts = 0  # to start the first thread, that have failed
+        self._attempts = 0  # failed attempts to start the first thread
         self._is_stopped = False
         self._ending: tuple[Thread, ...] = ()  # those that `ended` waits for
         self._has_ended = asyncio.Event()

@@ -32,6 +32,7 @@ from papaya.config.oidc import OidcConfig
 from papaya.errors import OperatorError
 from papaya.server.admin.access import Caller
 from papaya.server.admin.accounts import PROVIDED
+from papaya.server.crew import on_thread
 
 logger = logging.getLogger("papaya.auth")
 
@@ -137,7 +138,7 @@ class OidcProvider:
 
     async def _refresh(self) -> None:
         try:
-            keys = await asyncio.to_thread(_fetch_keys, self._config, self._tls)
+            keys = await on_thread(_fetch_keys, self._config, self._tls)
         except (OSError, HTTPException, ValueError, msgspec.MsgspecError, OperatorError) as error:
             logger.warning("cannot fetch the keys of %s: %s", self._config.issuer, error)
         else:

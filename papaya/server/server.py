@@ -70,6 +70,7 @@ from papaya.server.boots import Boots
 from papaya.server.buffers import BufferPool
 from papaya.server.certificates import Certificates
 from papaya.server.cores import usable_cores
+from papaya.server.crew import NoThread, on_thread
 from papaya.server.dashboard import dashboard_routes
 from papaya.server.device_api import Door, participation_routes
 from papaya.server.event_rows import EventRows
@@ -238,8 +239,8 @@ class Server:
 
     async def _close_tsas(self, tsas: TsaFleet) -> None:
         try:
-            await asyncio.to_thread(tsas.close)
-        except RuntimeError:  # no thread can start; one that is busy may close them once more later
+            await on_thread(tsas.close)
+        except NoThread:
             tsas.close()
 
     def _tell_if_capped(self) -> None:

@@ -169,6 +169,7 @@ class TsaConnection:
         self.breaker = Breaker(address or "the socket of this server", now)
         # Software evidence: the collateral, and when it was made.
         self._collateral = (b"", float("-inf"))
+        self._collateral_problem = ""
         self.adapter = TsaAdapter(self, self._prove)
 
     @property
@@ -466,11 +467,15 @@ class TsaConnection:
             data = path.read_bytes()
             json.loads(data)
         except (OSError, ValueError) as error:
-            logger.warning("cannot use the collateral in %s: %s", path, error)
+            problem = f"cannot use the collateral in {path}: {error}"
+            if problem != self._collateral_problem:  # it is read again for each request for offers
+                logger.warning(problem)
+            self._collateral_problem = problem
             # The TSA answers: seeds of earlier offers are accepted all the same. Owners and viewers
             # of tasks read the text.
             told = "the collateral of the TSA cannot be used: see the log of the aggregator"
             raise TsaError(FAILED, told) from error
+        self._collateral_problem = ""
         return data
 
 

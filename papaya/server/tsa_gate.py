@@ -23,6 +23,7 @@ from papaya.http.acceptor import Acceptor, Admission, bind
 from papaya.http.limits import ListenerLimits
 from papaya.http.tls import NO_CERTIFICATE, Tls
 from papaya.server.certificates import Certificates
+from papaya.server.crew import on_thread
 from papaya.tsa import endpoint
 
 logger = logging.getLogger("papaya.server")
@@ -102,7 +103,7 @@ class TsaGate:
     async def connect(self, back: asyncio.BufferedProtocol) -> None:
         """Connect to the TSA. Raises OSError or ValueError."""
         loop = asyncio.get_running_loop()
-        connected = await asyncio.to_thread(endpoint.connect, self._tsa, _CONNECT_S)
+        connected = await on_thread(endpoint.connect, self._tsa, _CONNECT_S)
         connected.setblocking(False)
         if connected.family == socket.AF_UNIX:
             await loop.create_unix_connection(lambda: back, sock=connected)

@@ -24,6 +24,7 @@ from papaya.messages.storage import REVOKED, TASKS, Revoked, TaskRow, revoked_de
 from papaya.server import public_log
 from papaya.server.admin.live import CoordinatorLive
 from papaya.server.boots import Boots
+from papaya.server.crew import NoThread, on_thread
 from papaya.server.formats import Formats
 from papaya.server.host import Host
 from papaya.server.logs import log
@@ -93,11 +94,11 @@ class Upkeep:
         keep_s = self._deployment.keep_deleted_s
         while True:
             try:
-                if removed := await asyncio.to_thread(bucket.remove_expired, keep_s):
+                if removed := await on_thread(bucket.remove_expired, keep_s):
                     logger.info("removed %d blobs that were deleted %g s ago", removed, keep_s)
             except PapayaError as error:
                 logger.warning("%s; deleted blobs stay (hint: %s)", error, error.hint)
-            except RuntimeError as error:  # no thread can start
+            except NoThread as error:
                 logger.warning("%s; deleted blobs stay", error)
             await asyncio.sleep(min(_REMOVE_EVERY_S, keep_s))
 
@@ -106,9 +107,8 @@ class Upkeep:
         published: set[str] = set()
         while True:
             try:
-                await asyncio.to_thread(public_log.publish, log_folder, bucket, published)
-            except (PapayaError, LogError, OSError, RuntimeError) as error:
-                # RuntimeError: no thread can start.
+                await on_thread(public_log.publish, log_folder, bucket, published)
+            except (PapayaError, LogError, OSError) as error:
                 logger.warning("cannot publish the log: %s", error)
             await asyncio.sleep(_PUBLISH_EVERY_S)
 

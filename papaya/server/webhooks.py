@@ -30,6 +30,7 @@ import msgspec
 
 from papaya.credentials.token_files import Secret
 from papaya.messages.events import ServerEvent, VersionPublished
+from papaya.server.crew import on_thread
 from papaya.server.logs import FewOfEach
 
 logger = logging.getLogger("papaya.webhooks")
@@ -103,9 +104,8 @@ class Webhook:
         delivery, wait_s, problem = token_hex(8), self._first_retry_s, ""
         for _ in range(ATTEMPTS):
             try:
-                status = await asyncio.to_thread(self._post, body, delivery)
-            # ValueError: no name of a host. RuntimeError: no thread can start.
-            except (OSError, HTTPException, ValueError, RuntimeError) as error:
+                status = await on_thread(self._post, body, delivery)
+            except (OSError, HTTPException, ValueError) as error:  # the last: no name of a host
                 problem = f"{type(error).__name__}"
             else:
                 if 200 <= status < 300:

@@ -16,8 +16,8 @@ holds none while it waits for the TSA or for a blob.
 
 If no thread can start for a secure task, its work waits, and the machine is told after the third
 failed attempt. From then on its updates are given back as if the TSA did not answer, because they
-would use the memory of all tasks. While the server closes, the threads of tasks in the clear do
-this work, after their own.
+would hold memory that all tasks share. While the server closes, the threads of tasks in the clear
+do this work, after their own.
 
 Writing a blob is retried until it succeeds, without blocking a thread. Delayed is delivered after
 the third failed attempt and after each later one, and the result when the write succeeds. A missing
@@ -352,6 +352,13 @@ class Workers:
             self._tell_threads(task, found.seq, _NO_THREAD)
             self._call(self._give_folds_back, lane)
 
+    def _stop_starting(self, task: TaskId) -> None:
+        """The task has left: it needs no thread any more."""
+        if (found := self._threadless.pop(task, None)) is not None:
+            found.trouble.ends()
+            for lane in found.lanes:
+                self._callers.pop(lane).stop()
+
     def _tell_threads(self, task: TaskId, seq: int, reason: str) -> None:
         if seq:
             self._call(self._deliver_all, [Delayed(task, seq, reason, "threads")])
@@ -399,6 +406,8 @@ class Workers:
         if not is_over:
             return  # it will be tried again
         with self._lock:
+            if isinstance(job, LoneJob) and isinstance(job.work, Drop):
+                self._stop_starting(job.task)
             self._order.done(job)
             self._wake(job.lane)
             is_idle = self._order.is_idle

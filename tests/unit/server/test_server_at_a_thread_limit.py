@@ -51,7 +51,7 @@ class ThreadLimit:
         self._may_go_on.clear()
         loop = asyncio.get_running_loop()
         with suppress(RuntimeError):
-            while True:
+            for _ in range(64):  # more threads than an executor has
                 loop.run_in_executor(None, self._may_go_on.wait)
         self.refused = 0
 
@@ -93,8 +93,8 @@ def on_a_server(
 def test_a_server_ends_its_tsas_and_closes_everything(
     tmp_path: Path, limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An executor that cannot start a thread has queued the call all the same: the TSAs are closed
-    once more when one of its threads is free.
+    """An executor that cannot start a thread has queued the call all the same, but it is not made
+    again when one of its threads is free.
     """
     closed: list[TsaFleet] = []
     close = TsaFleet.close
@@ -109,7 +109,7 @@ def test_a_server_ends_its_tsas_and_closes_everything(
         limit.reach()
 
     server = on_a_server(tmp_path, limit, test)
-    assert closed == 2 * [server._tsas]
+    assert closed == [server._tsas]
     with (tmp_path / "data" / "server.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -155,6 +155,25 @@ def test_a_secure_task_without_a_thread_holds_no_memory_for_uploads(
     assert events[1].startswith("threads_started task=next-word after_s=")
 
 
+def test_a_task_that_has_left_needs_no_thread(limit: ThreadLimit) -> None:
+    """`/health` names only tasks that are held here, also while the limit lasts."""
+
+    async def test(driver: Driver) -> None:
+        limit.is_reached = True
+        driver.fold(SECURE, "a", UPDATE)
+        await driver.until(Folded)
+        assert driver.workers.problem
+        driver.workers.perform(Drop(SECURE.task, 1))
+        await driver.workers.drain()
+        assert driver.workers.problem == ""
+        driver.fold(SECURE, "b", UPDATE)  # the task has come back
+        await driver.until(Folded, 2)
+        assert driver.workers.problem
+        await driver.workers.drain()
+
+    run(test, MemoryBlobs(SECURE), tsa=cast(Tsa, PausedTsa()))
+
+
 def test_a_worker_goes_on_if_it_cannot_start_a_thread_for_the_next_work(
     limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +194,8 @@ def test_a_worker_goes_on_if_it_cannot_start_a_thread_for_the_next_work(
         driver.fold(WORDS, "b", [1, 2, 3, 4])
         await driver.until(Folded, 2)
         limit.is_reached = False
+        while driver.workers.problem:  # from now on, no update is given back
+            await asyncio.sleep(0)
         driver.fold(SECURE, "a", UPDATE)
         await driver.until(Folded, 3)
         await driver.workers.drain()
