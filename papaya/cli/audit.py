@@ -148,7 +148,7 @@ def run(options: AuditOptions) -> int:
         raise LogUnreachable(unread[0].detail)
     if unused := [step for step in open_steps if step.name == UNUSED]:
         raise OperatorError(
-            unused[0].detail, hint="the step `record` names the platforms of each record"
+            unused[0].detail, hint="check the index and the platform in the `record` steps above"
         )
     skipped = [name for name in TRUSTED if any(step.name == name for step in open_steps)]
     for name in skipped:

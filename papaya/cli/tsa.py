@@ -187,6 +187,7 @@ def from_revision(repository: Path, revision: str) -> ReadSource:
 def _git(repository: Path, *arguments: str) -> bytes:
     # In a git hook, GIT_DIR would name the repository of the hook.
     environment = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
+    environment["LC_ALL"] = "C"
     command = ["git", "-C", str(repository), *arguments]
     try:
         return subprocess.run(

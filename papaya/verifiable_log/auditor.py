@@ -6,8 +6,8 @@
 The audit reads the log through the same `LogReader` as a device. The caller passes the build
 function; it raises `CannotBuild` if it cannot run here, and `NoSource` if the source does not
 contain the record's revision. Hardware measurements are compared with those that the auditor made;
-without them the step is `not done`. Whatever a step rests on and that was not done is `not done`
-itself: dependencies are checked only in a rebuild. If the log is unreachable, the step that reads
+without them the step is `not done`. A step that depends on a step that was not done is `not done`
+too: dependencies are checked only in a rebuild. If the log is unreachable, the step that reads
 it is `not done`, and the audit ends. The same holds if there is no checkpoint, even if one is
 remembered: a wrong address looks the same. A missing tile is `failed`, because a signed checkpoint
 implies it.

@@ -30,8 +30,8 @@ from papaya.study.data.source import Memory
 
 _ROWS_AT_ONCE: Final = 1000
 _INSTALL: Final = "pip install 'papaya-fl[data]'"
-_EXACT: Final = frozenset({str, int, bool, type(None)})  # what JSON holds of them is exact
-_NOT_JSON: Final = (TypeError, NotImplementedError, UnicodeEncodeError)  # the last: half a pair
+_EXACT: Final = frozenset({str, int, bool, type(None)})  # JSON represents them exactly
+_NOT_JSON: Final = (TypeError, NotImplementedError, UnicodeEncodeError)  # unpaired surrogates
 _HINT: Final = "make numbers, texts or lists of them, or leave the column out"
 
 
@@ -238,7 +238,7 @@ def _require_exact(name: str, column: str, values: Sequence[Any]) -> None:
                 raise _refusal(name, row, column, f"the {kind} {part} is not finite", hint)
             if isinstance(part, Decimal):
                 hint = "convert it to a float or to a text, or leave the column out"
-                raise _refusal(name, row, column, f"the {kind} {part} is no JSON number", hint)
+                raise _refusal(name, row, column, f"the {kind} {part} is not a JSON number", hint)
             hint = "decode it to a text or to a list of numbers, or leave the column out"
             raise _refusal(name, row, column, f"{kind} is not a number or a text", hint)
 

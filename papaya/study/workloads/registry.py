@@ -111,7 +111,7 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
 def chosen_steps(steps: Steps, updates: int | None, ray: str | None) -> Steps:
     """What `auto` means for `updates` client updates, of a run or of all runs of a sweep. None: no
-    number was given, so a run ends after the default number, which is too small, or some hours.
+    number was given; a run ends after the default number, which is not worth it, or some hours.
 
     Few updates take less time with eager steps than a compilation does. Compiled steps are code
     for this machine and not for a cluster.

@@ -105,7 +105,7 @@ class ClientTrainer:
     ) -> Floats:
         """A row for each client: its mean loss and its mean of each metric over all its examples.
         With these settings, whatever this process has trained with before, or has read in its copy
-        of the file; but `max_examples` bounds training, not what a client is judged on here.
+        of the file. `max_examples` limits training, not judging.
         """
         bounds = self._loaded.task.metric_bounds
         found = np.empty((len(clients), 1 + len(bounds)))

@@ -199,7 +199,7 @@ def test_words_name_partitions() -> None:
 LOSSY = {
     "bytes is not a number or a text": b"abc",
     "bytearray is not a number": [{"raw": bytearray(2)}],
-    "the Decimal 1.50 is no JSON number": [Decimal("1.50")],
+    "the Decimal 1.50 is not a JSON number": [Decimal("1.50")],
     "'utf-8' codec can't encode .* surrogates": "half of a pair: \ud800",
     "the float nan is not finite": [[1.0, float("nan")]],
     "the float inf is not finite": np.array([1.0, np.inf]),
