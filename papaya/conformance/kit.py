@@ -43,7 +43,7 @@ from papaya.tsa.measurement import measure
 MODEL_LENGTH = 600
 _CHUNK_BYTES = 1024  # three chunks
 _GOAL, _THRESHOLD, _CLIP = 4, 2, 1.0
-_START_S = 300.0  # a second on an idle machine
+_START_S = 300.0  # of the server or an evaluation; a second on an idle machine
 _OTHER_BINARY = sha256(b"papaya conformance: another TSA binary").digest()
 
 
@@ -255,10 +255,22 @@ class Kit:
         await self._admin("POST", "", msgspec.json.encode(new))
 
     async def _evaluate(self, task: str) -> str:
-        """Pauses the task, so that only its evaluation wants clients: one is enough."""
-        started = await self._admin("POST", f"/{task}/evaluate", b'{"clients": 1}')
-        await self._admin("POST", f"/{task}/pause", b"{}")
+        """Pauses the task and waits until only its evaluation wants clients: one is enough.
+
+        Before its holder has reported, the task wants no clients, but would later: wait until it
+        has wanted some.
+        """
+        async with asyncio.timeout(_START_S):
+            await self._until(task, wants=True)
+            started = await self._admin("POST", f"/{task}/evaluate", b'{"clients": 1}')
+            await self._admin("POST", f"/{task}/pause", b"{}")
+            await self._until(task, wants=False)
+            await self._until(started["task"], wants=True)
         return str(started["task"])
+
+    async def _until(self, task: str, *, wants: bool) -> None:
+        while bool((await self._admin("GET", f"/{task}"))["task"].get("demand")) is not wants:
+            await asyncio.sleep(self._heartbeat_s / 10)
 
     async def _until_over(self, evaluation: str) -> None:
         """It ends soon after its task, with a result or without."""

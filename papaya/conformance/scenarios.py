@@ -401,7 +401,9 @@ class TooSoon(Scenario):
 
 
 class EvaluationVisit(Scenario):
-    """A client that leaves the evaluation is not judged: nobody has to evaluate."""
+    """A client that leaves before it reports is not judged: nobody has to evaluate. Nor is one that
+    was assigned to another task.
+    """
 
     name = "evaluation"
     explains = "an evaluation: the client uploads how good the model is on its data"
@@ -409,7 +411,10 @@ class EvaluationVisit(Scenario):
     evaluates = True
 
     def judge(self, t: Transcript) -> Iterator[RuleFinding]:
-        if not t.of(Leave):
+        joined = [seen.answer for seen in t.answered(Joined)]
+        evaluates = any(isinstance(answer, Joined) and answer.evaluates for answer in joined)
+        has_declined = bool(t.of(Leave)) and not t.of(Report)
+        if evaluates and not has_declined:
             yield from super().judge(t)
 
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from papaya.conformance.gateway import Seen
 from papaya.conformance.judge import RuleFinding, Transcript, judge
-from papaya.conformance.scenarios import SecureShortWords
+from papaya.conformance.scenarios import EvaluationVisit, SecureShortWords
 from papaya.messages.base import Message
-from papaya.messages.participation import Alive, Complete, Heartbeat, Join, Report, Retry
+from papaya.messages.participation import (
+    Alive,
+    Complete,
+    Completed,
+    Heartbeat,
+    Join,
+    Leave,
+    Left,
+    Report,
+    Retry,
+)
 from papaya.messages.selection import Accepted, Capabilities, CheckIn, Rejected
 from tests.unit.device.fake_selector import GRANTED, joined
 
@@ -82,6 +93,32 @@ def test_a_client_has_to_take_part_with_short_words_only_if_it_offers_them(
     seen = transcript((0.0, CheckIn(2, Capabilities(upload_bits=bits)), rejected))
     findings = SecureShortWords(1.0, _no_restart).judge(seen)
     assert [finding.rule for finding in findings if not finding.kept] == broken
+
+
+REPORTED = (2.0, REPORT, GRANTED)
+COUNTED = (4.0, Complete(GRANTED.ticket, "u-1"), Completed())
+LEAVING = Leave(JOINED.ticket, "no_examples")
+
+
+@pytest.mark.parametrize(
+    ("is_evaluation", "exchanges", "kept"),
+    [
+        (True, [REPORTED, COUNTED], [True]),
+        (True, [REPORTED], [False]),
+        (True, [REPORTED, (5.0, LEAVING, Left())], [False]),
+        (True, [(2.0, LEAVING, Left())], []),
+        (True, [], [False]),
+        (False, [REPORTED, COUNTED], []),
+    ],
+)
+def test_an_evaluation_has_to_be_completed_unless_the_client_leaves_before_it_reports(
+    is_evaluation: bool, exchanges: list[tuple[float, Message, Message | None]], kept: list[bool]
+) -> None:
+    """A visit for another task is not judged, also if it is counted."""
+    check_in = (-2.0, CheckIn(2, Capabilities()), Accepted(b"assignment", "next-word", "ab12"))
+    join = (0.0, Join(b"assignment"), structs.replace(JOINED, evaluates=is_evaluation))
+    findings = EvaluationVisit(1.0, _no_restart).judge(transcript(check_in, join, *exchanges))
+    assert [finding.kept for finding in findings] == kept
 
 
 @pytest.mark.parametrize(
