@@ -10,8 +10,11 @@ Each case starts `papaya serve`, and most start attackers in a process of their 
                  from another address make a version
     burst        8,000 connections at once, when `max_connections` are open: all are answered 503
                  with Retry-After. From one address above its own limit: reported, no target
-    slow         32 devices of one task upload at 1 KB/s: an update of another task takes at most
-                 twice as long, from the first chunk to `Completed`
+    slow         32 devices of one task upload at 1 KB/s: each update of another task is delivered
+                 within a minute, and takes at most twice as long as without (median), from the
+                 first chunk to `Completed`. A time without the attack that is below the commit
+                 interval counts as that interval: it is mostly writing to disk, which varies,
+                 and an update whose buffer is not full waits for up to the interval anyway
     greedy       a device with a signed token joins 40 times, and uploads 25 updates to a task with
                  an aggregation goal of 10: it gets one session, and one place in the first buffer
 
@@ -279,17 +282,31 @@ def slow(version: Version) -> None:
             servers.add_task(OTHER, np.zeros(length, np.float32))
             wait_until(lambda: servers.metric("papaya_task_serving") == 2, "both tasks are served")
             time.sleep(SETTLE_S)
-            found_ms = delivery_ms(servers, update)
-        alone_ms = delivery_ms(servers, update)
-    ratio = found_ms / alone_ms
-    more = {"version": version.name, "ms": round(found_ms, 1), "alone_ms": round(alone_ms, 1)}
+            found = deliveries(servers, update)
+        alone = deliveries(servers, update)
+    require(alone.delivered == alone.tried, "an update was not delivered without slow devices")
+    times_ms = {"ms": round(found.median_ms, 1), "alone_ms": round(alone.median_ms, 1)}
+    more = {"version": version.name, **times_ms}
+    case = f"share of updates delivered with {SLOW} slow devices of another task"
+    share = found.delivered / found.tried
+    report("attacks", case, share, 1.0, share == 1.0, of=found.tried, **more)
+    least_ms = 1e3 * OTHER.commit_interval_s
+    ratio = found.median_ms / max(alone.median_ms, least_ms)
     case = f"time of an update with {SLOW} slow devices of another task ÷ without"
     report("attacks", case, ratio, TIMES_AS_LONG, ratio <= TIMES_AS_LONG, **more)
 
 
-def delivery_ms(servers: Servers, update: Encoded) -> float:
-    """Of updates of the other task, median."""
+class Deliveries(NamedTuple):
+    """Of the other task. One that is given up counts with the time until then."""
+
+    tried: int
+    delivered: int
+    median_ms: float
+
+
+def deliveries(servers: Servers, update: Encoded) -> Deliveries:
     times: list[float] = []
+    delivered = 0
     while len(times) < DELIVERIES and sum(times) < 1e3 * DELIVER_S:
         with closing(Device(servers.devices, servers.token())) as device:
             granted = slow_uploads.begun(device, excluded=(slow_uploads.TASK.task,))
@@ -303,13 +320,14 @@ def delivery_ms(servers: Servers, update: Encoded) -> float:
                 slow_uploads.finish(device, granted, update)
                 is_delivered = True
         times.append(1e3 * (time.monotonic() - began_at))
-    return median(times)
+        delivered += is_delivered
+    return Deliveries(len(times), delivered, median(times))
 
 
 # -- one greedy device ------------------------------------------------------------------------
 
 SESSIONS, GOAL, TRIES = 40, 10, 25
-PATIENCE_S = 60.0
+LATE_S, PATIENCE_S = 10.0, 60.0
 
 
 def greedy(version: Version) -> None:
