@@ -4,11 +4,12 @@
 
 `pipeline`: NUMBER connections send requests without a token for a path that does not exist, as many
 as the server takes. `silent`: NUMBER connections send nothing, and connect again when they are cut
-off. Both print "ready" once they have connected, and end with their standard input; `pipeline` then
-prints how many answers it got. `crowd` and `neighbours`: first as many connections as the server
-serves are held open; then NUMBER further ones connect at once and send a request, from an address
-each or all from one. Printed is how many were told to come back, served, closed without an answer,
-or still waiting after PATIENCE_S. None of them runs for longer than MOST_S.
+off. Both print "ready" once they have connected, and end with their standard input; for each line
+that they read, `pipeline` prints how many answers it has got so far. `crowd` and `neighbours`:
+first as many connections as the server serves are held open; then NUMBER further ones (fewer if
+this process may not open as many files) connect at once and send a request, from an address each or
+all from one. Printed is how many were told to come back, served, closed without an answer, or still
+waiting after PATIENCE_S. The exit code is 0, unless an attack failed or was stopped after MOST_S.
 """
 
 from __future__ import annotations
@@ -51,21 +52,28 @@ def pipeline(address: Address, number: int) -> None:
         threading.Thread(target=send, args=(line,), daemon=True).start()
         threading.Thread(target=read, args=(line, index), daemon=True).start()
     print("ready", flush=True)
-    sys.stdin.read()
-    print(sum(answers), flush=True)
+    for _ in sys.stdin:
+        print(sum(answers), flush=True)
 
 
 def silent(address: Address, number: int) -> None:
     lines: dict[int, socket.socket] = {}
     poller = select.poll()
 
-    def connect() -> None:
-        line = socket.create_connection(address, source_address=(ONE_ADDRESS, 0))
+    def add(line: socket.socket) -> None:
         lines[line.fileno()] = line
         poller.register(line, select.POLLIN)
 
+    def connect_again() -> None:
+        """Without waiting: the server may not accept it for a while."""
+        line = socket.socket()
+        line.setblocking(False)
+        line.bind((ONE_ADDRESS, 0))
+        line.connect_ex(address)
+        add(line)
+
     for _ in range(number):
-        connect()
+        add(socket.create_connection(address, source_address=(ONE_ADDRESS, 0)))
     print("ready", flush=True)
     poller.register(sys.stdin, select.POLLIN)
     while True:
@@ -74,7 +82,7 @@ def silent(address: Address, number: int) -> None:
                 return  # the standard input has ended
             poller.unregister(descriptor)
             lines.pop(descriptor).close()
-            connect()
+            connect_again()
 
 
 def crowd(address: Address, number: int) -> None:
@@ -154,7 +162,9 @@ KINDS = {each.__name__: each for each in (pipeline, silent, crowd, neighbours)}
 def main(kind: str, host: str, port: str, number: str) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    threading.Timer(MOST_S, os._exit, (1,)).start()
+    limit = threading.Timer(MOST_S, os._exit, (1,))
+    limit.daemon = True  # an attack that fails ends this process at once
+    limit.start()
     KINDS[kind]((host, int(port)), int(number))
     sys.stdout.flush()
     os._exit(0)  # threads may be waiting for the server

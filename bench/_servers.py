@@ -309,7 +309,9 @@ def deployment_toml(deployment: Deployment) -> str:
 
 
 def _without_defaults(settings: Struct) -> dict[str, Any]:
-    """The settings that differ from their defaults: earlier versions do not know all of them."""
+    """The settings that differ from the defaults of this version: an earlier one does not know all
+    of them. It has its own default for each of the others.
+    """
     found: dict[str, Any] = msgspec.to_builtins(settings)
     for field in structs.fields(settings):
         value, make = getattr(settings, field.name), field.default_factory

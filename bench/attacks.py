@@ -19,7 +19,9 @@ Each case starts `papaya serve`, and most start attackers in a process of their 
                  an aggregation goal of 10: it gets one session, and one place in the first buffer
 
 With `--checkout FOLDER`, the servers of another version (a checkout in that folder) are measured in
-the same run; the cases are the same, and so are the devices. Run as `python bench/attacks.py`, or
+the same run; the cases are the same, and so are the devices. Settings that have this version's
+default are not written, so that the other version uses its own. A run whose attackers ended early,
+or did not attack while it was measured, is a wrong result. Run as `python bench/attacks.py`, or
 with the names of cases; takes about two minutes and prints one JSON line per result.
 """
 
@@ -91,24 +93,43 @@ def started(kind: str, address: tuple[str, int], number: int) -> subprocess.Pope
 
 
 @contextmanager
-def attacking(kind: str, address: tuple[str, int], number: int) -> Iterator[list[str]]:
-    """What the attackers print at their end is in the list afterwards."""
-    said: list[str] = []
+def attacking(kind: str, address: tuple[str, int], number: int) -> Iterator[Callable[[], str]]:
+    """Yields a question to the attackers: how far are they?"""
     with started(kind, address, number) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+        asks, answers = process.stdin, process.stdout
+        assert asks is not None
+        assert answers is not None
+
+        def progress() -> str:
+            with suppress(BrokenPipeError):
+                asks.write("\n")
+                asks.flush()
+            line = answers.readline()
+            require(bool(line), f"{kind}: the attackers ended before the measurement")
+            return line
+
         try:
-            require(process.stdout.readline() == "ready\n", f"{kind}: the attack did not begin")
-            yield said
+            require(answers.readline() == "ready\n", f"{kind}: the attack did not begin")
+            yield progress
+            require(process.poll() is None, f"{kind}: the attackers ended before the measurement")
         finally:
-            process.stdin.close()
-        said += process.stdout.read().splitlines()
+            with suppress(BrokenPipeError):
+                asks.close()
+    require(process.returncode == 0, f"{kind}: the attackers ended with {process.returncode}")
 
 
 def burst(kind: str, address: tuple[str, int], number: int) -> dict[str, float]:
     with started(kind, address, number) as process:
         assert process.stdout is not None
-        found: dict[str, float] = json.loads(process.stdout.readline())
+        line = process.stdout.readline()
+    require(process.returncode == 0, f"{kind}: the attackers ended with {process.returncode}")
+    found: dict[str, float] = json.loads(line)
+    opened = found["number"]
+    require(
+        opened == number,
+        f"{kind}: {opened} of {number} connections at once; the hard limit on open files is too"
+        " low (hint: ulimit -Hn 20000)",
+    )
     return found
 
 
@@ -127,12 +148,17 @@ def pipelining(version: Version) -> None:
             alone_ms, alone_per_s = latency_ms(ask), joins_per_s(servers)
         require(alone_per_s > 0, "no device joined without an attack")
         for number in PIPELINING:
-            with joined_device(servers) as ask:
-                began_at = time.monotonic()
-                with attacking("pipeline", servers.devices, number) as said:
-                    found_ms, found_per_s = latency_ms(ask), joins_per_s(servers)
-            answers_per_s = int(said[0]) / (time.monotonic() - began_at)
-            require(answers_per_s > 0, "the attackers got no answer")
+            with (
+                joined_device(servers) as ask,
+                attacking("pipeline", servers.devices, number) as progress,
+            ):
+                began_at, before = time.monotonic(), int(progress())
+                found_ms, between = latency_ms(ask), int(progress())
+                found_per_s, after = joins_per_s(servers), int(progress())
+                took_s = time.monotonic() - began_at
+            require(between > before, "the attackers got no answer while latency was measured")
+            require(after > between, "the attackers got no answer while joins were measured")
+            answers_per_s = (after - before) / took_s
             ratio, share = found_ms / alone_ms, found_per_s / alone_per_s
             more = {"version": version.name, "attackers_answers_per_s": round(answers_per_s)}
             times = {"ms": round(found_ms, 2), "alone_ms": round(alone_ms, 2)}
@@ -354,12 +380,17 @@ def sessions_of_one(servers: Servers) -> int:
 
 
 def places_of_one(servers: Servers) -> int:
-    """Of the first buffer. Others fill what it leaves, until that makes a version."""
+    """Of the first buffer. Others fill what it leaves, until that makes a version.
+
+    If a version is late, this counts too few places. Two are told from one by a long wait without
+    a version, before the update that has to make it.
+    """
+    waits_s = [COMMIT_S] * (GOAL - 2) + [LATE_S, PATIENCE_S]
     with closing(signed_in(servers, "greedy")) as device:
         for _ in range(TRIES):
             upload(device)
-    for others in range(GOAL):
-        if is_made(servers, 1, PATIENCE_S if others == GOAL - 1 else COMMIT_S):
+    for others, wait_s in enumerate(waits_s):
+        if is_made(servers, 1, wait_s):
             return GOAL - others
         with closing(signed_in(servers, f"honest-{others}")) as device:
             require(upload(device) is None, "an update was discarded")
@@ -392,6 +423,8 @@ def main() -> None:
     measured = [Version("this", (PAPAYA,))]
     if options.checkout is not None:
         folder = options.checkout.resolve()
+        if not (folder / "papaya" / "__init__.py").is_file():
+            parser.error(f"no checkout of Papaya: {folder} (it has no papaya/__init__.py)")
         program = ("env", f"PYTHONPATH={folder}", sys.executable, "-P", "-m", "papaya")
         measured.append(Version(str(folder), program))
     for name in options.cases or CASES:
