@@ -5,11 +5,12 @@
     at `max_connections`                                      503 with Retry-After
     and MAX_REFUSED being refused                             not accepted until one has closed
 
-A connection over the limit of its own client address takes a place while it is refused. One address
-may have as many of them as half of the places that are free, so that every phone behind a carrier's
-address is answered when they all come back at once. Refusals therefore never take the last places,
-and every other address may have as many of what is left. A connection above that is closed without
-an answer, unless fewer than MAX_REFUSED of its address are being refused.
+A connection over the limit of its own client address takes a place while it is refused, so that
+every phone behind a carrier's address is answered when they all come back at once. Such refusals
+take at most two thirds of the places that serve nobody, whatever the number of addresses. One
+address takes at most half of what the others have left of these two thirds, so it leaves room for
+the refusals of others. Further connections over the limit of their address are closed without an
+answer.
 
 The kernel's queue holds what is not accepted. Every accepted socket is a descriptor, so a listener
 uses at most `max_connections + MAX_REFUSED` of them, whatever its peers do. A connection that is
@@ -42,8 +43,8 @@ from papaya.http.proxy_protocol import (
 from papaya.http.tls import Tls
 from papaya.http.tls_transport import start_tls
 
-# Connections that are being answered 503: at most of a listener that is full; of an address at its
-# limit, so many even if hardly any places are free.
+# How many connections of a full listener may be answered 503 at a time. They have places of their
+# own, above `max_connections`.
 MAX_REFUSED = 64
 
 _PER_TURN = 64  # accepted before the loop serves its connections
@@ -60,6 +61,7 @@ class Admission:
         "_is_released",
         "client",
         "counted_in",
+        "is_brief",
         "is_extra",
         "key",
         "refusal",
@@ -70,6 +72,7 @@ class Admission:
         self.is_extra = is_extra  # it came when all of `max_connections` were taken
         # What to tell the client instead of serving it.
         self.refusal: str | None = "too many connections" if is_extra else None
+        self.is_brief = is_extra  # its handshake may take `linger_s` only
         self._acceptor = acceptor
         # Where and under which key the client's address is counted; None if it is not.
         self.counted_in: Counter[str] | None = None
@@ -106,6 +109,7 @@ class Acceptor:
         self._extra = 0  # accepted sockets above it, which are refused
         self._served: Counter[str] = Counter()  # by address
         self._refused: Counter[str] = Counter()  # likewise, those over the limit of their address
+        self._refusals = 0  # the sum of `_refused`
         self._warned_at: dict[str, float] = {}  # by reason, when a refusal was last logged
         self._is_paused = False  # nothing is accepted now
         self._is_closed = False
@@ -130,6 +134,7 @@ class Acceptor:
         else:
             self._places -= 1
         if (counts := admission.counted_in) is not None:
+            self._refusals -= counts is self._refused
             counts[admission.key] -= 1
             if not counts[admission.key]:
                 del counts[admission.key]
@@ -171,7 +176,13 @@ class Acceptor:
             self._places += not is_extra
             self._extra += is_extra
             admission = Admission(self, (peer[0], peer[1]), is_extra)
-            task = self._loop.create_task(self._open(connection, admission))
+            is_proxy = any(ip_address(peer[0]) in network for network in self._proxies)
+            # At once: connections that are closed here must not make the listener full for others.
+            if not (is_proxy or self._admit(admission)):
+                connection.close()
+                admission.release()
+                continue
+            task = self._loop.create_task(self._open(connection, admission, is_proxy))
             self._opening.add(task)
             task.add_done_callback(partial(self._opened, connection, admission))
 
@@ -239,10 +250,10 @@ class Acceptor:
             connection.close()
             admission.release()
 
-    async def _open(self, connection: socket.socket, admission: Admission) -> None:
+    async def _open(self, connection: socket.socket, admission: Admission, is_proxy: bool) -> None:
         peer = admission.client
         try:
-            if not await self._admit(connection, admission):
+            if is_proxy and not await self._admit_proxied(connection, admission):
                 connection.close()
                 admission.release()
                 return
@@ -251,8 +262,7 @@ class Acceptor:
             admission.release()
             raise
         limits, tls, make = self._limits, self._tls, partial(self._make, admission)
-        # A phone needs a while for a handshake, but refusals of a full listener are few.
-        handshake_s = limits.linger_s if admission.is_extra else limits.head_timeout_s
+        handshake_s = limits.linger_s if admission.is_brief else limits.head_timeout_s
         ends_at = self._loop.time() + handshake_s
         try:
             if tls is None:
@@ -269,31 +279,34 @@ class Acceptor:
             admission.release()
             raise
 
-    async def _admit(self, connection: socket.socket, admission: Admission) -> bool:
+    async def _admit_proxied(self, connection: socket.socket, admission: Admission) -> bool:
         """Learns the client's address and counts it. False: close without an answer."""
-        if any(ip_address(admission.client[0]) in network for network in self._proxies):
-            try:
-                async with asyncio.timeout(self._limits.head_timeout_s):
-                    is_last = self._passthrough is None
-                    client = await read_client(connection, accepts_passed=is_last)
-                    admission.client = client or admission.client
-            except TimeoutError:
-                log.info("proxy %s: no PROXY header in time", admission.client[0])
-                return False
-            except HttpError as error:
-                if self._is_news("proxy"):
-                    log.warning(
-                        "connections from proxy %s are closed: %s (hint: check that it sends the "
-                        "PROXY protocol, in haproxy with send-proxy-v2, or remove it from proxies)",
-                        admission.client[0],
-                        error,
-                    )
-                return False
-            except OSError as error:
-                if isinstance(error, LeadsBack) and self._is_news("leads back"):
-                    log.warning("connections from %s are closed: %s", admission.client[0], error)
-                log.debug("proxy %s: %s", admission.client[0], error)
-                return False
+        try:
+            async with asyncio.timeout(self._limits.head_timeout_s):
+                is_last = self._passthrough is None
+                client = await read_client(connection, accepts_passed=is_last)
+                admission.client = client or admission.client
+        except TimeoutError:
+            log.info("proxy %s: no PROXY header in time", admission.client[0])
+            return False
+        except HttpError as error:
+            if self._is_news("proxy"):
+                log.warning(
+                    "connections from proxy %s are closed: %s (hint: check that it sends the "
+                    "PROXY protocol, in haproxy with send-proxy-v2, or remove it from proxies)",
+                    admission.client[0],
+                    error,
+                )
+            return False
+        except OSError as error:
+            if isinstance(error, LeadsBack) and self._is_news("leads back"):
+                log.warning("connections from %s are closed: %s", admission.client[0], error)
+            log.debug("proxy %s: %s", admission.client[0], error)
+            return False
+        return self._admit(admission)
+
+    def _admit(self, admission: Admission) -> bool:
+        """Counts the client's address. False: close without an answer."""
         if admission.refusal is not None:
             return True
         key = address_key(admission.client[0])
@@ -301,9 +314,12 @@ class Acceptor:
         if counts[key] >= self._limits.max_connections_per_address:
             self._warn("max_connections_per_address", admission.client[0])
             counts = self._refused
-            free = self._limits.max_connections - self._places
-            if counts[key] >= max(MAX_REFUSED, free // 2):
+            serving_nobody = self._limits.max_connections - self._places + self._refusals
+            if counts[key] >= 2 * serving_nobody // 3 - self._refusals:
                 return False
+            self._refusals += 1
+            # A phone needs a while for a handshake, but silent peers must not hold most places.
+            admission.is_brief = self._refusals > self._limits.max_connections // 4
             admission.refusal = "too many connections from your address"
         counts[key] += 1
         admission.counted_in, admission.key = counts, key

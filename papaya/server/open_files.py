@@ -81,7 +81,7 @@ def least_files(shares: int) -> int:
 def connections_of_one_address(places: int) -> int:
     """Unless an operator says how many: with those being refused, at most half of all places.
 
-    Those being refused take a third of the others (`papaya/http/acceptor.py`). With few places they
-    take more, but they end soon.
+    An address at this limit takes at most a third of the other places with connections that are
+    being refused (`papaya/http/acceptor.py`).
     """
     return max(1, min(PER_ADDRESS, places // 4))

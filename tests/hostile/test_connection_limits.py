@@ -1,6 +1,7 @@
 """Peers that take connections: every accepted socket counts, and the others are told to wait.
 
-Everything here goes over real sockets. 127.0.0.2 is another client on the same machine.
+Everything here goes over real sockets. 127.0.0.2 is another client on the same machine. A listener
+accepts connections in the order of their arrival: an answer to one shows that it knows the others.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from papaya.http.limits import ListenerLimits
 from papaya.http.listener import Listener, serve
 from papaya.http.routes import Buffered
 from papaya.http.tls import Tls
+from papaya.server.open_files import connections_of_one_address
 from tests.unit.http.loopback import (
     LOOPS,
     PATIENCE_S,
@@ -261,6 +263,62 @@ def test_one_address_cannot_use_up_the_refusals_of_others(loop: str) -> None:
                     assert_told_to_wait(response)
             await until_accepted(listener, 0)
             assert (await ask(listener)).status == 200
+
+    run(main(), loop)
+
+
+@both_loops
+def test_several_addresses_cannot_take_the_places_of_others(loop: str, tls: Contexts) -> None:
+    """Before, each address could have 64 silent refusals, so a few took all places."""
+
+    async def main() -> None:
+        limits = limits_of(max_connections=200, max_connections_per_address=2)
+        async with a_listener(limits, tls) as listener:
+            with ExitStack() as stack:
+                for last in (3, 4, 5):
+                    silent(stack, listener, 100, (f"127.0.0.{last}", 0))
+                assert (await ask(listener, ssl=tls[1])).status == 200
+                silent(stack, listener, 2, OTHER)
+                assert_told_to_wait(await ask(listener, ssl=tls[1], local_addr=OTHER))
+                # More addresses do not get more.
+                for last in range(6, 20):
+                    silent(stack, listener, 12, (f"127.0.0.{last}", 0))
+                assert (await ask(listener, ssl=tls[1])).status == 200
+            await until_accepted(listener, 0)
+
+    run(main(), loop)
+
+
+@both_loops
+@pytest.mark.parametrize("places", [32, 42, 102])
+def test_one_address_takes_half_of_few_places(loop: str, places: int, tls: Contexts) -> None:
+    """Before, 64 refusals of one address were possible however few places there were."""
+
+    async def main() -> None:
+        each = connections_of_one_address(places)
+        limits = limits_of(max_connections=places, max_connections_per_address=each)
+        async with a_listener(limits, tls) as listener:
+            with ExitStack() as stack:
+                silent(stack, listener, places)
+                assert (await ask(listener, ssl=tls[1], local_addr=OTHER)).status == 200
+                assert each < listener.connections <= places // 2 + 1, "with the one that asked"
+
+    run(main(), loop)
+
+
+@both_loops
+def test_many_silent_refusals_get_less_time_for_their_handshake(loop: str, tls: Contexts) -> None:
+    """More than a quarter of the places is taken by refusals only for a short time."""
+
+    async def main() -> None:
+        limits = limits_of(max_connections=40, max_connections_per_address=2, linger_s=0.1)
+        async with a_listener(limits, tls) as listener:
+            with ExitStack() as stack:
+                silent(stack, listener, 2 + 10)
+                for connection in silent(stack, listener, 2):
+                    await asyncio.to_thread(until_closed, connection)
+                await until_accepted(listener, 2 + 10)
+            await until_accepted(listener, 0)
 
     run(main(), loop)
 

@@ -41,13 +41,13 @@ def test_what_fits_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "each"), [(5000, 1000), (2128, 532), (900, 225), (256, 64), (200, 50), (1, 1)]
+    ("places", "each"),
+    [(5000, 1000), (2128, 532), (900, 225), (200, 50), (102, 25), (42, 10), (32, 8), (2, 1)],
 )
 def test_one_address_takes_at_most_half_of_all_places(places: int, each: int) -> None:
     assert connections_of_one_address(places) == each
-    if places >= 4 * MAX_REFUSED:
-        being_refused = max(MAX_REFUSED, (places - each) // 3)
-        assert each + being_refused <= places / 2
+    being_refused = (places - each) // 3
+    assert each + being_refused <= places / 2
 
 
 @pytest.mark.parametrize(("shares", "least"), [(1, 512), (2, 512), (3, 576), (4, 672)])
