@@ -459,7 +459,8 @@ def _log_axis(axis: Axes, values: Sequence[float], *, of_x: bool = False) -> Non
 
 def log_ticks(low: float, high: float) -> list[float]:
     """Round numbers, the first at most `low`, the last at least `high`, and not too many."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    # One power more on both sides: rounded logarithms may be on the wrong side of a power of ten.
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     ticks: list[float] = []
     for steps in _STEPS:
         every = sorted(float(f"{step}e{power}") for power in powers for step in steps)

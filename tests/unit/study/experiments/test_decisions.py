@@ -348,7 +348,12 @@ def test_a_line_is_interrupted_where_a_value_is_unknown(drawn: list[Figure]) -> 
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(0.25, 4.4), (0.9, 1.1), (1.0, 1.0), (8.8e-4, 0.14), (0.51, 1.9), (3, 9000)]
+    ("low", "high"),
+    [
+        *((0.25, 4.4), (0.9, 1.1), (1.0, 1.0), (8.8e-4, 0.14), (0.51, 1.9), (3, 9000)),
+        # The logarithm of the one that is no power of ten rounds to that of the power.
+        *((0.09999999999999999, 0.5), (1e-4, 1000.0000000000001)),
+    ],
 )
 def test_ticks_of_a_logarithm_enclose_all_values(low: float, high: float) -> None:
     ticks = charts.log_ticks(low, high)
