@@ -14,7 +14,14 @@ from scipy import stats
 
 from papaya.cli.main import main
 from papaya.sim.report import ks_statistic
-from papaya.study.experiments import charts, goal_sweep, model_quality, sampling_bias, speedup
+from papaya.study.experiments import (
+    charts,
+    designs,
+    goal_sweep,
+    model_quality,
+    sampling_bias,
+    speedup,
+)
 from papaya.study.experiments.model_quality import TableRow
 from papaya.study.experiments.result import Bound, PaperClaim, Ratios
 from papaya.study.experiments.runs import QUICK, Reached, compared, met, rates
@@ -189,6 +196,19 @@ def test_a_pair_that_never_met_its_target_has_only_a_bound() -> None:
     case, reached = SpeedupCase("weak", "tuned", 0.1), Pair(50, [took(1.0)], [took(1.0)])
     assert "C = 100" in speedup.unmet({case: [reached, pair]})[0]
     assert speedup.unmet({case: [reached]}) == []
+
+
+def test_a_share_of_a_speedup_says_why_it_is_unknown() -> None:
+    def share(over: list[Reached], small: list[Reached]) -> PaperClaim:
+        runs = {designs.OVER: over, designs.LARGE: [took(1.5)] * 3, designs.SMALL: small}
+        return designs.claims("made up", runs)[1]
+
+    faster, ones = [took(hours) for hours in (2.0, 3.0, 4.0)], [took(1.0)] * 3
+    assert share(faster, ones).verdict == "agrees"
+    one_is_slower = share([took(0.9), *faster[1:]], ones)
+    assert one_is_slower.verdict == "not comparable"
+    assert one_is_slower.why == "not every seed has a speedup to divide"
+    assert share(faster, [ended(1.0)] * 3).why == "runs ended before they reached their targets"
 
 
 def table(plain: float, over: float, asynchronous: float) -> dict[str, PaperClaim]:
