@@ -21,6 +21,7 @@ from papaya.study.experiments.result import PaperClaim, Result, number
 from papaya.study.experiments.runs import (
     LSTM_CLIENT,
     PLANS,
+    Reached,
     RegimeName,
     Scale,
     Tuned,
@@ -84,7 +85,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
                 f"{name_of(data)}; the target is {share:.1%} of the reducible loss left, that of "
                 "the small model's tuned protocol."
             ),
-            *_rounds(pairs),
+            *rounds(pairs),
         ),
     )
 
@@ -159,10 +160,15 @@ def _claims(pairs: list[Pair]) -> list[PaperClaim]:
     ]
 
 
-def _rounds(pairs: list[Pair]) -> list[str]:
+def rounds(pairs: list[Pair]) -> list[str]:
     return [
-        f"C = {pair.concurrency}: SyncFL met the target in "
-        f"{', '.join(number(run.versions) for run in pair.sync)} rounds, AsyncFL in "
-        f"{', '.join(number(run.versions) for run in pair.asynchronous)} versions"
+        f"C = {pair.concurrency}: to the target, SyncFL needed {_versions(pair.sync)} rounds, "
+        f"AsyncFL {_versions(pair.asynchronous)} versions"
         for pair in pairs
     ]
+
+
+def _versions(runs: list[Reached]) -> str:
+    return ", ".join(
+        number(run.versions) if run.is_there else f"at least {number(run.versions)}" for run in runs
+    )

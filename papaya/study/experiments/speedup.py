@@ -143,7 +143,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         checks=tuple(checks),
         findings=tuple(found for case, pairs in measured.items() for found in _hours(case, pairs)),
         plots=_draw(lab, scale, measured, by_share),
-        notes=(*notes, *_identity(measured), _PARADOX, *unmet(measured), *_transients(measured)),
+        notes=(*notes, *_identity(measured), _PARADOX, *unmet(measured), *transients(measured)),
     )
 
 
@@ -308,7 +308,7 @@ def unmet(measured: Measured) -> list[str]:
     return [f"Only a bound, as a run ended before it met the target: {'; '.join(found)}"]
 
 
-def _transients(measured: Measured) -> list[str]:
+def transients(measured: Measured) -> list[str]:
     short = [
         f"{case}, C = {pair.concurrency} ({number(fmean(run.versions for run in pair.sync))})"
         for case, pairs in measured.items()
@@ -318,8 +318,8 @@ def _transients(measured: Measured) -> list[str]:
     if not short:
         return []
     text = (
-        f"SyncFL met the target in fewer than {_ROUNDS_OF_A_TRANSIENT} rounds, which measures the "
-        f"start as much as the rate of learning: {'; '.join(short)}"
+        f"SyncFL met the target, or its run ended, in fewer than {_ROUNDS_OF_A_TRANSIENT} rounds, "
+        f"which measures the start as much as the rate of learning: {'; '.join(short)}"
     )
     return [text]
 

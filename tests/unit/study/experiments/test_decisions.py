@@ -18,6 +18,7 @@ from papaya.study.experiments import (
     charts,
     designs,
     goal_sweep,
+    lstm_speedup,
     model_quality,
     sampling_bias,
     speedup,
@@ -196,6 +197,15 @@ def test_a_pair_that_never_met_its_target_has_only_a_bound() -> None:
     case, reached = SpeedupCase("weak", "tuned", 0.1), Pair(50, [took(1.0)], [took(1.0)])
     assert "C = 100" in speedup.unmet({case: [reached, pair]})[0]
     assert speedup.unmet({case: [reached]}) == []
+
+
+def test_notes_do_not_say_that_a_run_met_its_target_if_it_did_not() -> None:
+    pair = Pair(130, [took(2.0), ended(2.0)], [ended(1.0), ended(1.0)])
+    [rounds] = lstm_speedup.rounds([pair])
+    assert "SyncFL needed 20, at least 20 rounds" in rounds
+    assert "AsyncFL at least 10, at least 10 versions" in rounds
+    [short] = speedup.transients({SpeedupCase("weak", "tuned", 0.1): [pair]})
+    assert short.startswith("SyncFL met the target, or its run ended, in fewer than 50 rounds")
 
 
 def test_a_share_of_a_speedup_says_why_it_is_unknown() -> None:
