@@ -183,8 +183,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "max_connections_per_address": "Connections to the device listener from one client address "
         "at a time; IPv6 addresses count by their /64. Mobile carriers put many devices behind one "
         "address. Raise it if all devices come through a proxy that does not speak the PROXY "
-        "protocol. None: 1,000, or fewer if `max_connections` or the limit on open files is low, "
-        "so that one address cannot take all places. A number that you set is not lowered.",
+        "protocol. None: 1,000, or a quarter of the connections to the listener if that is fewer. "
+        "A number that you set is not lowered.",
         "proxies": "Addresses or networks that send the PROXY protocol (version 1 or 2) to the "
         "device listener: load balancers and, at an aggregator, selectors with `upload_routes`. It "
         "tells the client's address. Connections from there without it are closed.",
