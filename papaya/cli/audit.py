@@ -138,7 +138,8 @@ def run(options: AuditOptions) -> int:
     if insecure := [str(step.index) for step in steps if step.insecure]:
         note(
             f"INSECURE: {plural(len(insecure), 'record')} for software evidence (index "
-            f"{', '.join(insecure)}): anyone can make it, so it proves nothing about hardware"
+            f"{', '.join(insecure)}): anyone can make such evidence, so it proves nothing about "
+            "hardware"
         )
     if failed:
         hint = "do not trust this log, and publish what you found"

@@ -138,7 +138,7 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
     try:
         runner.run(work)
     finally:
-        with suppress(RuntimeError):  # it starts a thread, and there may be too many
+        with suppress(RuntimeError):  # it starts a thread, which fails at a limit on threads
             runner.close()
 
 

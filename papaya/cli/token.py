@@ -78,8 +78,8 @@ def add_to(commands: Commands) -> None:
         help="create a token for one device or for many",
         description="Create a token for one device and print it. With --count, create tokens for "
         "the devices ID-1, ID-2, ... and print each device with its token, separated by a tab. "
-        'Servers accept them if their configuration has device_tokens = "signed", and the device '
-        "is not revoked: to replace the token of a revoked device, use a new ID.",
+        'Servers accept them if their configuration has device_tokens = "signed" and the device '
+        "is not revoked. To replace the token of a revoked device, use a new ID.",
     )
     make.add_argument(
         "--device", required=True, metavar="ID", help="name of the device: letters, digits, _ and -"
@@ -188,7 +188,7 @@ def run_revoke(options: TokenRevokeOptions) -> int:
 
 
 def _require_revoked(client: AdminClient, device: str) -> None:
-    """An earlier version accepted tokens and other wrong ids; these revocations can be undone."""
+    """Any id in the list can be undone: earlier versions accepted tokens and other wrong ids."""
     if any(each.device == device for each in client.get(_REVOCATIONS, tuple[Revocation, ...])):
         return
     check_device_id(device, "papaya token revoke --undo", is_signed=False)

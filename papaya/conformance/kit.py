@@ -43,7 +43,7 @@ from papaya.tsa.measurement import measure
 MODEL_LENGTH = 600
 _CHUNK_BYTES = 1024  # three chunks
 _GOAL, _THRESHOLD, _CLIP = 4, 2, 1.0
-_START_S = 300.0  # of the server or an evaluation; a second on an idle machine
+_START_S = 300.0  # for the server or an evaluation to start: a second on an idle machine
 _OTHER_BINARY = sha256(b"papaya conformance: another TSA binary").digest()
 
 
@@ -71,7 +71,7 @@ MakeVisit = Callable[[ClientSetup], Awaitable[None]]
 class ScenarioResult(Struct, frozen=True):
     """`requests` counts what the client sent; with none, no rule was exercised.
 
-    `rules` are those that the scenario is for; every scenario exercises others as well.
+    `rules` are those that the scenario tests; every scenario exercises others as well.
     """
 
     scenario: str
@@ -86,7 +86,7 @@ class ScenarioResult(Struct, frozen=True):
 
     @property
     def is_exercised(self) -> bool:
-        """The client went as far as what the scenario is for."""
+        """The client got as far as what the scenario tests."""
         found = {finding.rule for finding in self.findings}
         return self.requests > 0 and (not self.rules or not found.isdisjoint(self.rules))
 
@@ -255,10 +255,11 @@ class Kit:
         await self._admin("POST", "", msgspec.json.encode(new))
 
     async def _evaluate(self, task: str) -> str:
-        """Pauses the task and waits until only its evaluation wants clients: one is enough.
+        """Start an evaluation with one client and pause its task. Wait until only the evaluation
+        wants clients.
 
-        Before its holder has reported, the task wants no clients, but would later: wait until it
-        has wanted some.
+        A task wants no clients until its holder has reported. So first wait until it wants some:
+        otherwise it could want them after this returns.
         """
         async with asyncio.timeout(_START_S):
             await self._until(task, wants=True)
@@ -273,7 +274,7 @@ class Kit:
             await asyncio.sleep(self._heartbeat_s / 10)
 
     async def _until_over(self, evaluation: str) -> None:
-        """It ends soon after its task, with a result or without."""
+        """Wait for its end: it ends soon after its task, with a result or without."""
         while (await self._admin("GET", f"/{evaluation}"))["task"]["state"] == "running":
             await asyncio.sleep(self._heartbeat_s / 10)
 

@@ -401,8 +401,8 @@ class TooSoon(Scenario):
 
 
 class EvaluationVisit(Scenario):
-    """A client that leaves before it reports is not judged: nobody has to evaluate. Nor is one that
-    was assigned to another task.
+    """A client that leaves before it reports is not judged, because no client has to evaluate. A
+    client that was assigned to another task is not judged either.
     """
 
     name = "evaluation"
@@ -457,8 +457,8 @@ class SecureShortWords(Scenario):
 class Forgery(ChangedAnswer):
     """A grant whose offer the device's checks must refuse.
 
-    Each forgery that has an offer fails exactly one check: a client that skips this check is
-    caught, even if it does all the others.
+    A forgery that contains an offer fails exactly one check: a client that skips this check is
+    found, even if it does all the others.
     """
 
     is_secure = True

@@ -5,11 +5,11 @@
     at `max_connections`                                      503 with Retry-After
     and MAX_REFUSED being refused                             not accepted until one has closed
 
-A connection over the limit of its own client address takes a place while it is refused, so that
-every phone behind a carrier's address is answered when they all come back at once. Such refusals
-take at most two thirds of the places that serve nobody, whatever the number of addresses. One
-address takes at most half of what the others have left of these two thirds, so it leaves room for
-the refusals of others. Further connections over the limit of their address are closed without an
+A connection over the limit of its own client address takes a place while it is refused. So if all
+phones behind a carrier's address come back at once, each of them gets an answer. Such refusals take
+at most two thirds of the places that serve nobody, whatever the number of addresses. One address
+takes at most half of what the others have left of these two thirds, so it leaves room for the
+refusals of others. Further connections over the limit of their address are closed without an
 answer.
 
 The kernel's queue holds what is not accepted. Every accepted socket is a descriptor, so a listener
@@ -72,7 +72,7 @@ class Admission:
         self.is_extra = is_extra  # it came when all of `max_connections` were taken
         # What to tell the client instead of serving it.
         self.refusal: str | None = "too many connections" if is_extra else None
-        self.is_brief = is_extra  # its handshake may take `linger_s` only
+        self.is_brief = is_extra  # its handshake may take at most `linger_s`
         self._acceptor = acceptor
         # Where and under which key the client's address is counted; None if it is not.
         self.counted_in: Counter[str] | None = None
@@ -177,7 +177,7 @@ class Acceptor:
             self._extra += is_extra
             admission = Admission(self, (peer[0], peer[1]), is_extra)
             is_proxy = any(ip_address(peer[0]) in network for network in self._proxies)
-            # At once: connections that are closed here must not make the listener full for others.
+            # Not in the task: connections that are closed here must not make the listener full.
             if not (is_proxy or self._admit(admission)):
                 connection.close()
                 admission.release()

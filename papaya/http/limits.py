@@ -33,8 +33,8 @@ class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True):
     linger_bytes: int = 8 << 20
     sweep_s: float = 1.0
     # The Retry-After of a 503 is random, between one and three times these values.
-    retry_after_s: int = 5  # over a limit: for connections, and for chunks that selectors relay
-    retry_soon_s: float = 1.0  # for requests, mostly because another server cannot be reached
+    retry_after_s: int = 5  # of connections over a limit, and of relayed chunks over a limit
+    retry_soon_s: float = 1.0  # of requests, mostly because another server cannot be reached
 
 
 def spread(least_s: float) -> float:

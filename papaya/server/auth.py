@@ -89,10 +89,10 @@ class SharedToken:
 
 
 def check_device_id(device: str, command: str, *, is_signed: bool = True) -> None:
-    """Refuse an id that no signed token has, and a token, also a part of one, without quoting it.
+    """Refuse a token or a part of one, without quoting it. If `is_signed`, also refuse an id that
+    no signed token can have; a verifier of the operator's own may use other ids.
 
-    `command` takes the right id, for the hint. `is_signed`: a verifier of the operator's own may
-    use other ids.
+    `command`: what the hint tells the user to run with the id.
     """
     if (token := _LIKE_SIGNED.search(device)) is not None:
         raise OperatorError(

@@ -4,7 +4,7 @@
 
 A thread starts when there is work, and ends when there has been none for a while. At a limit
 (pids.max, TasksMax, ulimit -u) a crew goes on with the threads that it has. If it has none, it
-tries again with back-off, and says so.
+calls `on_limit` and tries again with back-off.
 """
 
 from __future__ import annotations

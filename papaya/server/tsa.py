@@ -471,8 +471,8 @@ class TsaConnection:
             if problem != self._collateral_problem:  # it is read again for each request for offers
                 logger.warning(problem)
             self._collateral_problem = problem
-            # The TSA answers: seeds of earlier offers are accepted all the same. Owners and viewers
-            # of tasks read the text.
+            # The TSA answers, so seeds of earlier offers are still accepted. Owners and viewers of
+            # tasks read the text, so it does not contain the path.
             told = "the collateral of the TSA cannot be used: see the log of the aggregator"
             raise TsaError(FAILED, told) from error
         self._collateral_problem = ""

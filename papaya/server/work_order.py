@@ -1,8 +1,8 @@
 """The order of heavy work: which jobs of a task may run now (papaya/aggregator/work.py).
 
-Work waits in lanes: one for each task, and one for its requests to the TSA that are not about
-updates. The folds of a lane run at the same time as each other, up to eight of one buffer in one
-call. Everything else runs alone in its lane, after all earlier work:
+Work waits in lanes. Each task has one, and a second one for its requests to the TSA that are not
+about updates. The folds of a lane run at the same time, up to eight of one buffer in one call.
+Everything else runs alone in its lane, after all earlier work:
 
     Snapshot             waits for earlier folds; later folds wait until the sum is cut
     Restore, Drop        wait for earlier folds; later folds wait until they are done

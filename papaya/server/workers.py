@@ -9,7 +9,7 @@
 
 `work_order.py` says which jobs may run, `crew.py` has the threads. There are as many threads of
 tasks in the clear as there are shards. Folds and steps of secure tasks call the TSA, which may not
-answer for a while, so each secure task has threads of its own for them, and one more for its
+answer for a while, so each secure task has threads of its own for them, and one more for its other
 requests. No other task waits for these threads, neither tasks in the clear nor tasks of another
 TSA. To add updates or to apply a step, every thread takes a shard, and waits until one is free. It
 holds none while it waits for the TSA or for a blob.

@@ -403,8 +403,8 @@ class AdminService:
         )
 
     def check_revocation(self, request: Revoke) -> None:
-        """Call it before anything of the request is recorded: the id may be a secret token. Such a
-        revocation of an earlier version can be undone.
+        """Call it before anything of the request is recorded: the id may be a secret token. Undoing
+        is not checked, because earlier versions revoked such ids.
         """
         if request.revoked:
             signs = self.signs_device_tokens
