@@ -4,12 +4,13 @@
 
 `pipeline`: NUMBER connections send requests without a token for a path that does not exist, as many
 as the server takes. `silent`: NUMBER connections send nothing, and connect again when they are cut
-off. Both print "ready" once they have connected, and end with their standard input; for each line
-that they read, `pipeline` prints how many answers it has got so far. `crowd` and `neighbours`:
-first as many connections as the server serves are held open; then NUMBER further ones (fewer if
-this process may not open as many files) connect at once and send a request, from an address each or
-all from one. Printed is how many were told to come back, served, closed without an answer, or still
-waiting after PATIENCE_S. The exit code is 0, unless an attack failed or was stopped after MOST_S.
+off. Both print "ready" once they have connected, and end when their standard input ends; for each
+line that they read, `pipeline` prints how many answers it has got so far. `crowd` and `neighbours`
+first open as many connections as the server serves, and keep them open. Then NUMBER further ones
+(fewer if this process may not open as many files) connect at once and send a request: those of
+`crowd` from an address each, those of `neighbours` all from one. They print how many connections
+were told to come back, served, closed without an answer, or still waiting after PATIENCE_S. The
+exit code is 0, unless an attack failed or was stopped after MOST_S.
 """
 
 from __future__ import annotations

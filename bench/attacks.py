@@ -20,8 +20,8 @@ Each case starts `papaya serve`, and most start attackers in a process of their 
 
 With `--checkout FOLDER`, the servers of another version (a checkout in that folder) are measured in
 the same run; the cases are the same, and so are the devices. Settings that have this version's
-default are not written, so that the other version uses its own. A run whose attackers ended early,
-or did not attack while it was measured, is a wrong result. Run as `python bench/attacks.py`, or
+default are not written, so that the other version uses its own. A run is an error if its attackers
+ended early, or did not attack while it was measured. Run as `python bench/attacks.py`, or
 with the names of cases; takes about two minutes and prints one JSON line per result.
 """
 
@@ -94,7 +94,7 @@ def started(kind: str, address: tuple[str, int], number: int) -> subprocess.Pope
 
 @contextmanager
 def attacking(kind: str, address: tuple[str, int], number: int) -> Iterator[Callable[[], str]]:
-    """Yields a question to the attackers: how far are they?"""
+    """Yields a function that asks the attackers for a line about their progress."""
     with started(kind, address, number) as process:
         asks, answers = process.stdin, process.stdout
         assert asks is not None
@@ -323,7 +323,7 @@ def slow(version: Version) -> None:
 
 
 class Deliveries(NamedTuple):
-    """Of the other task. One that is given up counts with the time until then."""
+    """Updates of the other task. One that is given up counts with the time until then."""
 
     tried: int
     delivered: int
@@ -380,10 +380,10 @@ def sessions_of_one(servers: Servers) -> int:
 
 
 def places_of_one(servers: Servers) -> int:
-    """Of the first buffer. Others fill what it leaves, until that makes a version.
+    """Of the first buffer. Other devices fill the places that are left, until it makes a version.
 
-    If a version is late, this counts too few places. Two are told from one by a long wait without
-    a version, before the update that has to make it.
+    If the version is late, this counts too few places. To tell two places from one, it waits for a
+    long time before the upload that has to complete the buffer of a device with one place.
     """
     waits_s = [COMMIT_S] * (GOAL - 2) + [LATE_S, PATIENCE_S]
     with closing(signed_in(servers, "greedy")) as device:

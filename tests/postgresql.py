@@ -216,7 +216,7 @@ def running(primary: Postgres | None = None, **settings: str) -> Iterator[Postgr
 
 
 def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let connections and locks take long without a timeout, for tests on slow machines."""
+    """Raise the timeouts of connections and locks, for tests on slow machines."""
     for name in ("lock_timeout", "idle_in_transaction_session_timeout"):
         monkeypatch.setitem(postgresql_session._SETTINGS, name, f"{_START_S:.0f}s")
     monkeypatch.setitem(postgresql_session._PATIENCE, "connect_timeout", f"{_START_S:.0f}")

@@ -83,7 +83,7 @@ def until_closed(connection: socket.socket) -> None:
 
 
 async def told_to_wait(connections: list[socket.socket]) -> int:
-    """How many of these were answered, when all others have been closed without an answer."""
+    """Wait until each of these is answered or closed, and return how many were answered."""
     pieces = [await asyncio.to_thread(_first_bytes, connection) for connection in connections]
     return sum(piece.startswith(b"HTTP/1.1 503") for piece in pieces)
 

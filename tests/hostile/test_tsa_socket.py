@@ -95,7 +95,7 @@ def _requests_about(deployment: Deployment, index: int, sealed: bytes) -> list[b
 
 
 def _asked(peer: socket.socket, request: bytes) -> bytes:
-    """The answer behind its length."""
+    """The answer, without its length prefix."""
     peer.sendall(request)
     return received(peer, int.from_bytes(received(peer, 4)))
 
@@ -308,7 +308,7 @@ def test_strangers_do_not_cut_off_an_authenticated_connection() -> None:
     with running() as where, a_client(where) as client, ExitStack() as crowd:
         for _ in range(2 * MAX_CONNECTIONS):
             crowd.enter_context(endpoint.connect(where, PATIENCE_S))
-        with a_client(where) as other:  # accepted after all of them
+        with a_client(where) as other:  # accepted after the whole crowd
             assert other.register(a_task())
         assert client.register(a_task())
 

@@ -149,7 +149,7 @@ async def _fill_the_disk(installation: Installation, server: ServerProcess) -> B
 
 
 def _see_it_live_on(installation: Installation, server: ServerProcess) -> None:
-    """It says what to do, answers, and steps down as a leader, which `papaya status` tells.
+    """It logs what to do, answers requests, and steps down as leader, which `papaya status` shows.
 
     The leader's renewals always write rows. Whether a blob is written meanwhile is chance: that is
     in tests/unit/server/test_workers_in_trouble.py.

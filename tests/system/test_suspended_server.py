@@ -50,7 +50,7 @@ class Client(PlainClient):
         return host, int(port)
 
     def make_version(self) -> str:
-        """One client makes one version; its upload ticket. One that is too slow tries again."""
+        """Let a client make a version, and return its upload ticket. Retry if it is too slow."""
         ends_at = time.monotonic() + START_S
         while time.monotonic() < ends_at:
             joined = self.join()
@@ -69,7 +69,7 @@ class Client(PlainClient):
         raise AssertionError(f"no client made a version within {START_S:g} s")
 
     def replay(self, ticket: str) -> Answer:
-        """What the server says about the first chunk, once it can."""
+        """The first answer to the first chunk that is not a Retry."""
         answer: Answer = self.until(
             lambda: self.chunk(ticket, 0, UPDATE[:CHUNK_BYTES]),
             lambda answer: answer.kind != "Retry",

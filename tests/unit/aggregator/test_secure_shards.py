@@ -192,8 +192,8 @@ def test_many_threads_fold_at_once_and_a_snapshot_comes_between() -> None:
 
 
 def test_steps_that_wait_for_the_tsa_hold_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tasks may wait for one TSA: a model is read when there is a place for it. No shard is
-    held while the TSA is asked or a blob is read.
+    """Many tasks may wait for one TSA, so a step reads the model only when it has a place. No step
+    holds a shard while it calls the TSA or reads a blob.
     """
     aggregation, held = Aggregation(a_secure_task(1)), Counter[str]()
     first, release = {aggregation.base.parameters, aggregation.optimizer}, aggregation.tsa.release

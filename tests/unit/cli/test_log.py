@@ -358,7 +358,7 @@ def test_a_folder_that_is_not_there_is_a_mistake_of_the_auditor(world: World) ->
     world.append()
     empty = world.folder / "empty"
     empty.mkdir()
-    unreadable = world.folder / "unreadable"  # as a clone of another user is
+    unreadable = world.folder / "unreadable"  # as if the clone belonged to another user
     (unreadable / ".git").mkdir(parents=True)
     for options, problem in (
         (("--source", unreadable), "git cannot use .*unreadable: fatal: not a git repository"),

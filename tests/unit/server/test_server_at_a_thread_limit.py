@@ -93,8 +93,8 @@ def on_a_server(
 def test_a_server_ends_its_tsas_and_closes_everything(
     tmp_path: Path, limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An executor that cannot start a thread has queued the call all the same, but it is not made
-    again when one of its threads is free.
+    """An executor queues a call before it tries to start a thread. The queued call is not made when
+    one of its threads becomes free.
     """
     closed: list[TsaFleet] = []
     close = TsaFleet.close

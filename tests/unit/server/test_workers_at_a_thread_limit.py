@@ -58,7 +58,7 @@ class ThreadLimit:
         monkeypatch.setattr(Thread, "start", start_below_limit)
 
     async def refused(self, count: int) -> None:
-        """Wait for so many attempts. Needs no thread."""
+        """Wait for `count` more attempts. Needs no thread."""
         until = self._attempts + count
         async with asyncio.timeout(PATIENCE_S):
             while self._attempts < until:
@@ -177,7 +177,7 @@ def test_a_task_that_has_left_needs_no_thread(limit: ThreadLimit) -> None:
 def test_a_worker_goes_on_if_it_cannot_start_a_thread_for_the_next_work(
     limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fold waits so long for a restore that the thread that was to run it has ended."""
+    """A fold waits for a restore until the thread that should run the fold has ended."""
     monkeypatch.setattr(workers, "TSA_THREAD_LIFE_S", 0.001)
     blobs = SlowSweep(WORDS)
 
