@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -209,7 +210,8 @@ def _check_folders(source: Path | None, wheels: Path | None) -> None:
             hint="pass the folder that contains papaya/",
         )
     if source is not None and (source / ".git").exists():
-        require_repository(source)
+        with suppress(NoGit):  # what cannot be rebuilt without git is not checked
+            require_repository(source)
 
 
 def _listed(steps: Sequence[AuditStep]) -> str:
