@@ -18,8 +18,8 @@ cannot be repeated from their output folder.
 `clients` is the data: words as for `--data`; a DataFrame or a dataset of Hugging Face or torch with
 a `partition`; a mapping from the names of clients to lists of examples (bytes), or just the lists;
 or a `Source`. `population` is a `PopulationConfig`, or the number of devices. `steps` says whether
-clients train with PyTorch's operators (`eager`) or with compiled code (`compiled`); `auto` compiles
-long runs and sweeps, as `--steps` does.
+clients train with PyTorch's operators (`eager`, or on a GPU: `gpu`) or with compiled code
+(`compiled`); `auto` compiles long runs and sweeps, as `--steps` does.
 """
 
 from __future__ import annotations

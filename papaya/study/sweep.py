@@ -62,7 +62,14 @@ from papaya.study.run import (
 )
 from papaya.study.trace import MOST_HOURS, UNBOUNDED
 from papaya.study.workloads.base import Workload
-from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
+from papaya.study.workloads.registry import (
+    KINDS_OF_STEPS,
+    Prepared,
+    WorkloadSpec,
+    prepare,
+    steps_of,
+    with_steps,
+)
 
 Regime = Literal["async", "sync"]
 
@@ -116,7 +123,6 @@ _UNSET: Final[dict[str, SweptValue]] = {
 }
 _MAX_RUNS: Final = 100_000
 _LEAST_FOR_TARGET: Final = 3  # evaluations (`Curve.reached`); version 0 is not trained
-_COMPILED: Final = "/compiled"  # at the end of the digest of a workload with compiled steps
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -188,26 +194,25 @@ def updates_together(
 def learned_otherwise(
     plan: Plan, prepared: Prepared, folder: Path, ray: str | None = None
 ) -> str | None:
-    """A message if the folder has runs of this plan with the other kind of steps, which round
+    """A message if the folder has runs of this plan with another kind of steps, which round
     differently; else None. `auto` may choose another kind for a larger sweep, or because of `ray`.
     """
     if not (folder / "runs").is_dir():
         return None
-    is_compiled = prepared.digest.endswith(_COMPILED)
-    here, there = ("compiled", "eager") if is_compiled else ("eager", "compiled")
-    plain = prepared.digest.removesuffix(_COMPILED)
-    other = plain if is_compiled else plain + _COMPILED
+    here = steps_of(prepared.digest)
     runs = runs_of(plan, prepared)
     missing = [run for run in runs if not is_kept(folder, run)]
-    found = sum(is_kept(folder, structs.replace(run, data=other)) for run in missing)
-    if not found:
-        return None
-    can_keep = is_compiled or ray is None  # a cluster has eager steps only
-    remedy = f". To keep them, choose {there} steps (--steps {there})" if can_keep else ""
-    return (
-        f"{folder} has results with {there} steps for {found:,} of {plural(len(runs), 'run')}; "
-        f"they will be repeated with {here} steps{remedy}"
-    )
+    for there in KINDS_OF_STEPS:
+        other = with_steps(prepared.digest, there)
+        found = sum(is_kept(folder, structs.replace(run, data=other)) for run in missing)
+        if found and there != here:
+            can_keep = there == "eager" or ray is None  # a cluster has eager steps only
+            remedy = f". To keep them, choose {there} steps (--steps {there})" if can_keep else ""
+            return (
+                f"{folder} has results with {there} steps for {found:,} of "
+                f"{plural(len(runs), 'run')}; they will be repeated with {here} steps{remedy}"
+            )
+    return None
 
 
 def runs_of(plan: Plan, prepared: Prepared) -> list[Run]:
@@ -398,11 +403,10 @@ def _require_same(found: str, wanted: str) -> None:
     """Results are kept under the digest of what the sweep began with."""
     if found == wanted:
         return
-    if found.removesuffix(_COMPILED) == wanted.removesuffix(_COMPILED):
-        ways = {True: "compiled", False: "eager"}
-        now, before = (ways[digest.endswith(_COMPILED)] for digest in (found, wanted))
+    if with_steps(found, "eager") == with_steps(wanted, "eager"):
         raise OperatorError(
-            f"a worker process has {now} steps, but the sweep began with {before} ones",
+            f"a worker process has {steps_of(found)} steps, but the sweep began with "
+            f"{steps_of(wanted)} ones",
             hint="repeat the command, or choose eager steps",
         )
     raise OperatorError(

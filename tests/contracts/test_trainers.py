@@ -26,6 +26,7 @@ from papaya.errors import ConfigError, InvariantError, OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask, load_task
+from papaya.learning.torch.processor import CPU
 from papaya.sim.draws import Ints
 from papaya.study import workloads
 from papaya.study.replay import Rates, learn
@@ -385,13 +386,13 @@ def test_a_torch_task_that_changed_is_refused_by_a_worker(line: LoadedTask) -> N
     """A file that changes later is no problem: its content has been sent."""
     shipped, parameters = ShippedTask.of(line), line.initial_parameters()
     judged, client = [JudgedClient(rows_of(0, 1), b"")], line.task.client
-    before = judged_in_worker(shipped, None, parameters, client, judged)
+    before = judged_in_worker(shipped, CPU, parameters, client, judged)
     line.path.write_text(TASK + "# changed\n")
     other = replace(shipped, path=line.path.with_name("missing.py"))
     for sent in (shipped, other):
-        assert judged_in_worker(sent, None, parameters, client, judged).tolist() == before.tolist()
+        assert judged_in_worker(sent, CPU, parameters, client, judged).tolist() == before.tolist()
     with pytest.raises(OperatorError, match="changed during the simulation"):
-        judged_in_worker(ShippedTask.of(line), None, parameters, client, judged)
+        judged_in_worker(ShippedTask.of(line), CPU, parameters, client, judged)
 
 
 def test_a_source_with_too_few_examples_is_refused(line: LoadedTask) -> None:

@@ -178,10 +178,11 @@ def add_data(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--steps",
-        choices=("auto", "eager", "compiled"),
+        choices=("auto", "eager", "compiled", "gpu"),
         help="how clients train: with PyTorch's operators, with compiled code (faster, needs a C++ "
-        "compiler, rounds differently), or auto: compiled from 20,000 client updates on (for "
-        "all runs of a sweep together), if the task can be compiled",
+        "compiler, rounds differently), with PyTorch's operators on a GPU (for large models), or "
+        "auto: compiled from 20,000 client updates on (for all runs of a sweep together), if the "
+        "task can be compiled; else eager",
     )
 
 

@@ -3,9 +3,10 @@
 Paper, "Client Runtime" and appendix "Implementation": a client runs SGD from the model that it was
 given and uploads the difference.
 
-Deterministic: the same parameters, examples and seed give the same bytes on the same machine, on
-one thread. At most `max_examples` are used, the first ones: which those are is the example
-query's business. The update is clipped here, on the device, to the task's clip.
+Deterministic on the CPU: the same parameters, examples and seed give the same bytes on the same
+machine, on one thread. A simulation may compute on a GPU instead, which can round differently from
+one time to the next. At most `max_examples` are used, the first ones: which those are is the
+example query's business. The update is clipped here, on the device, to the task's clip.
 
 Refused (OperatorError): no examples, parameters of another model, frozen tensors other than those
 that are part of the task's identity, a loss or a model that is not finite, and whatever the owner's
@@ -40,27 +41,31 @@ from papaya.learning.torch.module import (
     tried_batch,
 )
 from papaya.learning.torch.parts import parts_of, values_of
+from papaya.learning.torch.processor import CPU
 
 
 class TorchEngine:
     """One module, made once, that is given other parameters for each job.
 
     `device_state`: the personal tensors of the device. Set it before a job; training replaces it.
-    Empty: they have the values that the module is made with.
+    Empty: they have the values that the module is made with. `processor`: where it computes.
     """
 
-    def __init__(self, loaded: LoadedTask) -> None:
+    def __init__(self, loaded: LoadedTask, processor: torch.device = CPU) -> None:
         torch.set_num_threads(1)
         self.manifest = loaded.manifest
         self.task = loaded.task
         self.device_state = b""
+        self._processor = processor
         self._module = make_module(loaded.task)
-        self._parts = parts_of(loaded.task, self._module)
-        if frozen_digest(self._module, self._parts.tensors) != loaded.frozen:
+        parts = parts_of(loaded.task, self._module)
+        if frozen_digest(self._module, parts.tensors) != loaded.frozen:
             raise OperatorError(
                 f"{loaded.path}: the frozen tensors of the model changed since the file was loaded",
                 hint="restart, and do not replace the files that the model loads meanwhile",
             )
+        # Its tensors on a GPU are other ones.
+        self._parts = parts_of(loaded.task, self._module.to(processor))
         self._personal_layout = self._parts.personal_layout
         self._initial_personal = values_of(self._parts.personal)
 
@@ -86,8 +91,10 @@ class TorchEngine:
         used = used_examples(examples, self.task.client)
         self._set(parameters)
         self._module.train()
-        local = LocalTraining(self.task, self._module, self._parts, used, seed, step_done)
-        with seeded(seed), torch.enable_grad():
+        local = LocalTraining(
+            self.task, self._module, self._parts, used, seed, step_done, self._processor
+        )
+        with seeded(seed, self._processor), torch.enable_grad():
             if self.task.train is None:
                 by_gradients(local)
             else:
@@ -110,9 +117,10 @@ class TorchEngine:
         self._set(parameters)
         self._module.eval()
         sums = EvaluationSums(self.task.metric_bounds)
-        with seeded(0), torch.no_grad():
+        with seeded(0, self._processor), torch.no_grad():
             for batch in evaluation_batches(used, self.task.client, step_done):
-                sums.add(len(batch), *checked_loss_and_metrics(self.task, self._module, batch))
+                found = checked_loss_and_metrics(self.task, self._module, batch, self._processor)
+                sums.add(len(batch), *found)
         return sums.vector(volume).tobytes()
 
     def try_program(self) -> None:

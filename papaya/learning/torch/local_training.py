@@ -27,6 +27,7 @@ from papaya.learning.torch.client_optimizer import TorchClientOptimizer
 from papaya.learning.torch.frozen import frozen_tensors
 from papaya.learning.torch.module import Batch, batch_loss, read_batch
 from papaya.learning.torch.parts import ModuleParts, set_batch_norms
+from papaya.learning.torch.processor import moved
 
 
 class LocalTraining:
@@ -45,6 +46,7 @@ class LocalTraining:
         examples: Sequence[bytes],
         seed: int,
         step_done: StepDone,
+        processor: torch.device,
     ) -> None:
         shared, personal = parts.shared_parameters, parts.personal_parameters
         self.module = module
@@ -54,6 +56,7 @@ class LocalTraining:
         self.seed = seed
         self._task = task
         self._step_done = step_done
+        self._processor = processor
         self._optimizer = TorchClientOptimizer(self.client, shared, self.steps, personal)
         self._in_batch = 0  # examples of the batch that was given last
 
@@ -63,17 +66,18 @@ class LocalTraining:
         return self.client.steps(len(self.examples))
 
     def batches(self) -> Iterator[Batch]:
-        """The tensors of each batch, for all epochs, in an order drawn from the seed. A second call
-        gives the same batches again.
+        """The tensors of each batch, for all epochs, in an order drawn from the seed, where the
+        module computes. A second call gives the same batches again.
         """
         for examples in training_batches(self.examples, self.client, self.seed, self._step_done):
             set_batch_norms(self.module, len(examples))
             self._in_batch = len(examples)
-            yield read_batch(self._task, examples)
+            yield moved(read_batch(self._task, examples), self._processor)
 
     def loss(self, batch: Batch) -> Tensor:
         """The task's mean loss of the batch that `batches` gave last."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=bool(self.client.precision)):
+        is_short = bool(self.client.precision)
+        with torch.autocast(self._processor.type, torch.bfloat16, enabled=is_short):
             return batch_loss(self._task, self.module, batch, self._in_batch)
 
     def gradients(self, loss: Tensor) -> list[Tensor | None]:

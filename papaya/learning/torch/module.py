@@ -41,6 +41,7 @@ from papaya.learning.torch.parts import (
     set_batch_norms,
     values_of,
 )
+from papaya.learning.torch.processor import CPU, moved
 
 Batch: TypeAlias = tuple[Any, ...]
 """The result of the owner's `batch` or fields; passed to `loss` after the module."""
@@ -64,12 +65,14 @@ def make_module(task: Task, seed: int = 0) -> torch.nn.Module:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Random numbers on the CPU by this seed; the global generator is unchanged afterwards.
+def seeded(seed: int, processor: torch.device = CPU) -> Iterator[None]:
+    """Random numbers by this seed; the CPU's global generator is unchanged afterwards.
 
-    `torch.manual_seed` would also seed accelerators, and formats a traceback for each: half a
+    `torch.manual_seed` would also seed every accelerator, and formats a traceback for each: half a
     millisecond.
     """
+    if processor.type != "cpu":
+        torch.get_device_module(processor).manual_seed(seed)
     generator = torch.default_generator
     before = generator.get_state()
     generator.manual_seed(seed)
@@ -196,10 +199,10 @@ def checked_loss(task: Task, module: torch.nn.Module, examples: Sequence[bytes])
 
 
 def checked_loss_and_metrics(
-    task: Task, module: torch.nn.Module, examples: Sequence[bytes]
+    task: Task, module: torch.nn.Module, examples: Sequence[bytes], processor: torch.device
 ) -> tuple[float, list[float]]:
     """The means of the loss and of the metrics of one batch, without gradients."""
-    batch = read_batch(task, examples)
+    batch = moved(read_batch(task, examples), processor)
     loss = float(batch_loss(task, module, batch, len(examples)))
     metrics = range(len(task.metrics))
     return loss, [_metric(task, i, module, batch, len(examples)) for i in metrics]
@@ -209,7 +212,7 @@ def _metric(task: Task, index: int, module: torch.nn.Module, batch: Batch, examp
     """The mean of a metric over the batch."""
     value = task.metric_functions[index](module, *batch)
     if isinstance(value, torch.Tensor) and value.shape in ((), (examples,)):
-        return float(value.detach().double().mean())
+        return float(value.detach().cpu().double().mean())  # not every GPU has float64
     if isinstance(value, bool | int | float):
         return float(value)
     found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__

@@ -72,7 +72,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Manifest:
 
 def values_of(tensors: Mapping[str, Tensor]) -> Vector:
     """The values of these tensors, one after the other."""
-    parts = [value.detach().numpy().ravel().astype(FLOAT32) for value in tensors.values()]
+    parts = [value.detach().cpu().numpy().ravel().astype(FLOAT32) for value in tensors.values()]
     return np.concatenate([*parts, np.empty(0, FLOAT32)])
 
 

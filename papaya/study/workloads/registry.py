@@ -45,7 +45,7 @@ from papaya.study.workloads.language import (
 from papaya.study.workloads.shipped_task import ShippedTask
 
 if TYPE_CHECKING:
-    from papaya.learning.torch.compiled_gradient import Library
+    from papaya.study.workloads.torch_workers import Way
 
 BUILT_IN: Final[dict[str, type[LanguageWorkload]]] = {
     "embedding": EmbeddingWorkload,
@@ -63,9 +63,12 @@ _TRACED_EXAMPLES: Final = 8
 _JUDGE: Final = 131  # apart from the quantities of `Population` and of other workloads
 
 
-Steps: TypeAlias = Literal["eager", "compiled", "auto"]
+Steps: TypeAlias = Literal["eager", "compiled", "gpu", "auto"]
 """How the clients of a task file train: by PyTorch's operators, by compiled code
-(papaya/learning/torch/compiled_gradient.py), or by compiled code if this task can be compiled."""
+(papaya/learning/torch/compiled_gradient.py), by PyTorch's operators on a GPU, or by compiled code
+if this task can be compiled."""
+
+KINDS_OF_STEPS: Final[tuple[Steps, ...]] = ("eager", "compiled", "gpu")
 
 
 @runtime_checkable
@@ -105,19 +108,32 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def preparation(self) -> str:
         """What `prepare` does, for people who wait for it."""
-        compiling = "" if self.steps == "eager" or self.is_built_in else ", compiling its steps"
+        compiles = self.steps in ("compiled", "auto") and not self.is_built_in
+        compiling = ", compiling its steps" if compiles else ""
         return f"preparing {self.name}{compiling}"
 
 
 def chosen_steps(steps: Steps, updates: int | None, ray: str | None) -> Steps:
     """What `auto` means for `updates` client updates, of a run or of all runs of a sweep. None: no
-    number was given; a run ends after the default number, which is not worth it, or some hours.
+    number was given. Then a run ends after some hours or after the default number, which is too
+    small to be worth it.
 
     Few updates take less time with eager steps than a compilation does. Compiled steps are code
     for this machine and not for a cluster.
     """
     is_worth_it = updates is not None and updates >= WORTH_COMPILING and ray is None
     return "eager" if steps == "auto" and not is_worth_it else steps
+
+
+def steps_of(digest: str) -> Steps:
+    """With which steps clients train, from the digest of a workload."""
+    return next((kind for kind in KINDS_OF_STEPS if digest.endswith(f"/{kind}")), "eager")
+
+
+def with_steps(digest: str, steps: Steps) -> str:
+    """The digest of the same workload whose clients train with these steps."""
+    plain = digest.removesuffix("/" + steps_of(digest))
+    return plain if steps == "eager" else f"{plain}/{steps}"
 
 
 def eager_because_of_ray(steps: Steps, updates: int | None, ray: str | None) -> str | None:
@@ -215,7 +231,7 @@ def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
         ("judges", spec.judges, spec.judges == MOST_JUDGES),
         ("held_out", spec.held_out, spec.held_out == HELD_OUT),
         ("seconds_per_example", spec.seconds_per_example, spec.seconds_per_example is None),
-        ("steps", spec.steps, spec.steps != "compiled"),
+        ("steps", spec.steps, spec.steps not in ("compiled", "gpu")),
     ):
         remedy = "leave it out, or use a task file"
         require(is_default, field, value, f"has no effect on {spec.name}", remedy)
@@ -280,14 +296,13 @@ def with_source(
     except ConfigError as error:
         if not isinstance(error.__cause__, Diverged):  # a run may have other rates
             raise
-    library, steps = _library(spec.steps, loaded, source)
+    way, kind, about_steps = _way(spec.steps, loaded, source)
     task = changed(loaded.config(), None, given.task)
     load_used(task)
     most = min(task.max_examples, loaded.task.examples.limit or task.max_examples)
     return Prepared(
         spec=spec,
-        digest=f"{loaded.module_hash}/{source.digest}/{_judging(spec)}"
-        + ("" if library is None else "/compiled"),
+        digest=with_steps(f"{loaded.module_hash}/{source.digest}/{_judging(spec)}", kind),
         task=task,
         rates=Rates(
             client=loaded.task.client,
@@ -303,8 +318,8 @@ def with_source(
         population=_transferring(
             population_of(source, most, population, spec.seconds_per_example), task
         ),
-        make=partial(_torch, loaded, source, spec, library),
-        about=f"{task.task}: {task.model_length:,} parameters; {described(source)}; {steps}",
+        make=partial(_torch, loaded, source, spec, way),
+        about=f"{task.task}: {task.model_length:,} parameters; {described(source)}; {about_steps}",
         manifest=loaded.manifest,
         source=source,
         loaded=loaded,
@@ -337,38 +352,52 @@ def _transferring(population: PopulationConfig, task: TaskConfig) -> PopulationC
     return structs.replace(population, transfer_kbit=2 * 32 * task.model_length / 1000)
 
 
-def _library(steps: Steps, loaded: LoadedTask, source: Source) -> tuple[Library | None, str]:
-    """The compiled gradient, if it is asked for, and what to tell about it."""
+def _way(steps: Steps, loaded: LoadedTask, source: Source) -> tuple[Way, Steps, str]:
+    """How clients train, its name, and what to tell about it."""
+    from papaya.learning.torch.processor import CPU, gpu, has_gpu  # imports torch
+
+    if steps == "gpu":
+        processor = gpu()
+        return processor, "gpu", f"eager steps on a GPU ({processor.type})"
+    unused = "; --steps gpu would use the GPU of this machine" if has_gpu() else ""
     if steps == "eager":
-        return None, "eager steps"
+        return CPU, "eager", f"eager steps{unused}"
     from papaya.learning.executorch.shim import cache_folder
-    from papaya.learning.torch.compiled_gradient import compile_gradient  # imports torch
+    from papaya.learning.torch.compiled_gradient import compile_gradient
 
     clients = (source.training(client) for client in range(len(source.volumes)))
     examples = list(islice(chain.from_iterable(clients), _TRACED_EXAMPLES))
     folder = cache_folder() / "gradients"
     try:
         library = compile_gradient(loaded.task, examples, folder)
-        return library, "compiled steps" if library.runtime else "compiled steps, run by torch"
+        by_torch = "" if library.runtime else ", run by torch"
+        return library, "compiled", f"compiled steps{by_torch}{unused}"
     except CannotCompile as error:
         if steps == "compiled":
             raise
-        return None, f"eager steps, because {error}"
+        return CPU, "eager", f"eager steps, because {error}{unused}"
 
 
 def _torch(
     loaded: LoadedTask,
     source: Source,
     spec: WorkloadSpec,
-    library: Library | None,
+    way: Way,
     seed: int,
     processes: int,
     ray: str | None,
 ) -> Workload:
-    from papaya.study.workloads.torch_task import TorchWorkload  # imports torch
+    from papaya.learning.torch.compiled_gradient import Library  # imports torch
+    from papaya.learning.torch.processor import CPU
+    from papaya.study.workloads.torch_task import TorchWorkload
 
-    if ray is not None and library is not None:
+    if ray is not None and isinstance(way, Library):
         raise CannotCompile("compiled steps are code for this machine, not for a Ray cluster")
+    if ray is not None and way != CPU:
+        raise OperatorError(
+            "--steps gpu uses the GPU of this machine, not those of a Ray cluster",
+            hint="use --steps eager, or leave --ray out",
+        )
     clients = len(source.volumes)
 
     def examples_of(device: int, count: int) -> list[bytes]:
@@ -386,7 +415,7 @@ def _torch(
         seed=seed,
         processes=processes,
         ray=ray,
-        library=library,
+        way=way,
     )
 
 

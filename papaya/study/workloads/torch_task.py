@@ -7,8 +7,9 @@ of the start model and the client, and the same bits in one process or in many.
 With `processes` above 1, or with `ray`, other processes train the clients (torch_workers.py).
 Examples are read here and sent as bytes, so the data source may be anything.
 
-With a `library` (papaya/learning/torch/compiled_gradient.py) steps use a compiled gradient: the
-same bits again in one process or in many, but not those of steps without it.
+`way` is a compiled gradient (papaya/learning/torch/compiled_gradient.py) or a processor. With a
+compiled gradient, bits are the same in one process or in many, but not those of steps without it. A
+GPU may round differently each time.
 
 If the task has personal tensors, each client of the data has its own. They change with each update
 that is trained, in the order in which updates are counted, and a judged client is judged with its
@@ -36,7 +37,7 @@ from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask
-from papaya.learning.torch.compiled_gradient import Library
+from papaya.learning.torch.processor import CPU
 from papaya.sim.draws import Floats, Ints, counters, splitmix64, splitmix64_words
 from papaya.study.workloads.base import Clients, Matrix, MeansByVolume, Quality, quality
 from papaya.study.workloads.torch_workers import (
@@ -46,6 +47,7 @@ from papaya.study.workloads.torch_workers import (
     JudgedClient,
     TrainedClients,
     TrainingWorkers,
+    Way,
     part_of,
 )
 
@@ -78,7 +80,7 @@ class TorchWorkload:
         seed: int = 0,
         processes: int = 1,
         ray: str | None = None,
-        library: Library | None = None,
+        way: Way = CPU,
     ) -> None:
         """`client_of`: whose data a device has; such devices share personal tensors."""
         self.loaded = loaded
@@ -89,9 +91,9 @@ class TorchWorkload:
         # The personal tensors of clients that have trained.
         self.device_states: dict[int, bytes] = {}
         self._order = splitmix64(seed, _ORDER)
-        self._trainer = ClientTrainer(loaded, library)
+        self._trainer = ClientTrainer(loaded, way)
         self._workers = (
-            TrainingWorkers(loaded, library, processes, ray)
+            TrainingWorkers(loaded, way, processes, ray)
             if processes > 1 or ray is not None
             else None
         )

@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
+import torch
 from msgspec import structs
 
 from papaya.errors import PapayaError
@@ -30,6 +31,7 @@ from papaya.learning.task import LoadedTask
 from papaya.learning.torch.compiled_engine import CompiledEngine
 from papaya.learning.torch.compiled_gradient import Library
 from papaya.learning.torch.engine import TorchEngine
+from papaya.learning.torch.processor import CPU
 from papaya.sim.draws import Floats
 from papaya.sim.jobs import end_with_parent, worker_killed
 from papaya.sim.ray_jobs import RayFuture, RayPool, wait_for_one
@@ -39,6 +41,9 @@ from papaya.study.workloads.shipped_task import ShippedTask
 _Client = TypeVar("_Client")
 
 _SHARES_PER_PROCESS: Final = 4
+
+Way: TypeAlias = Library | torch.device
+"""How clients train: with a compiled gradient, or with PyTorch's operators on a processor."""
 
 
 class ClientWork(NamedTuple):
@@ -65,10 +70,10 @@ TrainedClients: TypeAlias = tuple[Matrix, list[bytes]]
 class ClientTrainer:
     """The engine of one process, rebuilt when a sweep changes how clients train."""
 
-    def __init__(self, loaded: LoadedTask, library: Library | None = None) -> None:
+    def __init__(self, loaded: LoadedTask, way: Way = CPU) -> None:
         self._loaded = loaded
-        self._library = library
-        self._engine = TorchEngine(loaded)
+        self._way = way
+        self._engine = TorchEngine(loaded, CPU if isinstance(way, Library) else way)
         self._sgd: ClientSGD | None = None
 
     @property
@@ -96,9 +101,9 @@ class ClientTrainer:
         return updates, states
 
     def _make(self, loaded: LoadedTask) -> TorchEngine:
-        if self._library is None:
-            return TorchEngine(loaded)
-        return CompiledEngine(loaded, self._library)
+        if isinstance(self._way, Library):
+            return CompiledEngine(loaded, self._way)
+        return TorchEngine(loaded, self._way)
 
     def results(
         self, parameters: Vector, clients: Sequence[JudgedClient], settings: ClientSGD
@@ -198,11 +203,9 @@ class TrainingWorkers:
     need no memory for examples.
     """
 
-    def __init__(
-        self, loaded: LoadedTask, library: Library | None, processes: int, ray: str | None
-    ) -> None:
+    def __init__(self, loaded: LoadedTask, way: Way, processes: int, ray: str | None) -> None:
         self._shipped = ShippedTask.of(loaded)
-        self._library = library
+        self._way = way
         self.length = loaded.manifest.length
         self._pool: ProcessPoolExecutor | RayPool
         self._pipe: tuple[Connection, ...] = ()  # its second end keeps local processes alive
@@ -236,7 +239,7 @@ class TrainingWorkers:
         """Train shares of clients, each of which is read when it is sent."""
         if sgd not in self._trainings:
             encoded = msgspec.json.encode(sgd)
-            self._trainings[sgd] = partial(_train, self._shipped, self._library, encoded)
+            self._trainings[sgd] = partial(_train, self._shipped, self._way, encoded)
         shares = [_Share(self._trainings[sgd], read) for read in reads]
         self._waiting.extend(shares)
         self._send()
@@ -246,7 +249,7 @@ class TrainingWorkers:
         self, parameters: Vector, clients: list[JudgedClient], settings: ClientSGD
     ) -> Floats:
         """What `ClientTrainer.results` returns. Goes before the training that waits."""
-        judge = partial(judged_in_worker, self._shipped, self._library, parameters, settings)
+        judge = partial(judged_in_worker, self._shipped, self._way, parameters, settings)
         parts = self.parts([len(client.examples) for client in clients], len(clients))
         shares = [_Share(judge, partial(part_of, clients, part)) for part in parts]
         self._waiting.extendleft(reversed(shares))
@@ -301,9 +304,9 @@ def part_of(clients: list[_Client], part: slice) -> list[_Client]:
 
 
 @cache
-def _own(shipped: ShippedTask, library: Library | None) -> ClientTrainer:
+def _own(shipped: ShippedTask, way: Way) -> ClientTrainer:
     """The trainer of a worker process."""
-    return ClientTrainer(shipped.load(), library)
+    return ClientTrainer(shipped.load(), way)
 
 
 @cache
@@ -311,17 +314,15 @@ def _settings(encoded: bytes) -> ClientSGD:
     return msgspec.json.decode(encoded, type=ClientSGD)
 
 
-def _train(
-    shipped: ShippedTask, library: Library | None, sgd: bytes, work: list[ClientWork]
-) -> TrainedClients:
-    return _own(shipped, library).train(work, _settings(sgd))
+def _train(shipped: ShippedTask, way: Way, sgd: bytes, work: list[ClientWork]) -> TrainedClients:
+    return _own(shipped, way).train(work, _settings(sgd))
 
 
 def judged_in_worker(
     shipped: ShippedTask,
-    library: Library | None,
+    way: Way,
     parameters: Vector,
     settings: ClientSGD,
     clients: list[JudgedClient],
 ) -> Floats:
-    return _own(shipped, library).results(parameters, clients, settings)
+    return _own(shipped, way).results(parameters, clients, settings)

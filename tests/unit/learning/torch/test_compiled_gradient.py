@@ -339,8 +339,8 @@ def test_a_compiled_workload_gives_the_same_bits_in_any_batching(
     loaded, library = small
     device: Ints = np.arange(6)
     clients = Clients(device, np.zeros_like(device), 3 + 5 * device)
-    here = TorchWorkload(loaded, rows_of, clients, library=library)
-    there = TorchWorkload(loaded, rows_of, clients, library=library)
+    here = TorchWorkload(loaded, rows_of, clients, way=library)
+    there = TorchWorkload(loaded, rows_of, clients, way=library)
     model, sgd = here.initial(0), loaded.task.client
     expected = here.train([model], np.zeros_like(device), clients, sgd)
     for client in (5, 2, 0):
