@@ -134,7 +134,7 @@ def claims(name: str, found: dict[str, list[Reached]]) -> list[PaperClaim]:
             no_effect=1.0,
         ),
         PaperClaim(
-            statement=f"{name}: about half of this speedup comes from smaller K (of its logarithm)",
+            statement=f"{name}: about half of the logarithm of this speedup comes from smaller K",
             paper="half",
             expected=50.0,
             values=share,

@@ -253,7 +253,7 @@ _NOTES = (
     (
         "Perplexities are per word of a synthetic language and per character of real text, so "
         "claims compare ratios. Perplexity for all clients weighs by examples; by clients it can "
-        "rank the methods otherwise, so both are printed."
+        "rank the methods differently, so both are printed."
     ),
     "Rate and first moment of each method are tuned for the perplexity of all clients.",
     (

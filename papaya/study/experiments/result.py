@@ -87,7 +87,7 @@ class PaperClaim(Seeds, frozen=True, kw_only=True):
     expected   the paper's number
     relation   whether ours should be about the same, or above or below it
     incomparable   why the two numbers cannot be compared, if they cannot
-    no_effect  of a ratio or a change: its value if both sides were equal
+    no_effect  if it is a ratio or a change: the value that it has if both sides are equal
     """
 
     statement: str

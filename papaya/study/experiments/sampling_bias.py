@@ -200,7 +200,7 @@ def _draw_distances(
     both = (by_examples, by_time)
     panel = charts.Dots(
         "Distance from SyncFL without over-selection",
-        "D (dashed: AsyncFL, by chance once in 20)",
+        "D (dashed: what AsyncFL exceeds by chance once in 20)",
         ("examples", "execution time"),
         {name: [[one.ks for one in by[name]] for by in both] for name in by_examples},
         {name: [d, math.nan] for name, d in _PAPERS_D.items()},

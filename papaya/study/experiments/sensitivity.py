@@ -92,10 +92,10 @@ _NOTES: Final = (
     (
         "The first figure has every learning claim but those of lstm-speedup. Each mark is one run "
         "that differs from the experiment in one input, along the recordings of the first seed. "
-        "Instead of a target, losses at a fixed hour or after a number of updates are taken after "
-        "one to five fifths of these. Real text has no dialect, and its other seeds decide who "
-        "holds what; other texts were not tried. The training curves are varied with the small "
-        "model."
+        "Losses that an experiment compares at a fixed hour or after a number of updates are also "
+        "read after one to four fifths of that. Real text has no dialect, and its other seeds "
+        "decide who holds what; other texts were not tried. The training curves are varied with "
+        "the small model."
     ),
     (
         "The other figures have the whole grid of dialects and rates for two claims, on the "

@@ -164,7 +164,7 @@ def _lstm_runs(
     chosen: Rates,
     data: str,
 ) -> list[Run]:
-    """As far as losses are compared, and rarely judged: an LSTM learns slowly."""
+    """Until the hour at which losses are compared, and rarely evaluated: an LSTM learns slowly."""
     return [
         learning(
             recording.plan,

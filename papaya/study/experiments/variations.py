@@ -6,8 +6,8 @@ and everybody's data. All are along the recordings of the first seed, with the r
 chosen for the unchanged inputs. Real text has no dialect; its other "languages" are other
 assignments of the text to devices.
 
-Left out is `lstm-speedup`, which takes too long. The share of small K in a speedup is no ratio, and
-is only in the table.
+Left out is `lstm-speedup`, which takes too long. The share of small K in a speedup is not a ratio,
+and is only in the table.
 """
 
 from __future__ import annotations
