@@ -407,7 +407,7 @@ class Aggregator:
             for held in self.tasks.values()
             if held.has_served
             or held.halted_because
-            or (held.delayed_because and not self._is_draining)  # if unreported, it may move
+            or (held.delayed_because and not self._is_draining)  # or it would move
         )
         report = AggregatorReport(
             node=self.node,

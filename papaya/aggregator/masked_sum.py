@@ -56,8 +56,8 @@ class Tsa(Protocol):
         ...
 
     def reach(self, parameters: PublicParameters) -> None:
-        """Raise TsaError if no answer can be expected. Cheap: a TSA that answers may still freeze
-        at the next call.
+        """Raise TsaError if no answer can be expected. It is cheap and promises nothing: a TSA that
+        answers may freeze at the next call.
         """
         ...
 

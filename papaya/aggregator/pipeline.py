@@ -144,7 +144,7 @@ class Buffer:
         return self.folded[session]
 
     def fold_all(self, sessions: Iterable[SessionId]) -> tuple[Member, ...]:
-        """Fold all sessions of a sum. Most of them are folded already."""
+        """Fold those sessions of a sum that are not folded yet."""
         if self.folding:
             for session in sessions:
                 self.fold(session)

@@ -102,7 +102,7 @@ class Slots:
 
     @property
     def awaited(self) -> int:
-        """Those of them that have no lease any more; 0 while it is not known."""
+        """Clients of earlier holders whose leases have ended; 0 while their number is unknown."""
         return max(0, (self._predecessors_active or 0) - self._have_come)
 
     def wanted(self, now: float) -> int:

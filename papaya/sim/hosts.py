@@ -150,7 +150,7 @@ class SimulatedHost:
 
     @property
     def _may_shorten(self) -> bool:
-        """It runs and no observer looks at messages: those that change nothing may be left out."""
+        """Whether messages that change nothing may be left out: it runs, and no observer looks."""
         return self.cluster.may_shorten and self.is_alive and self._paused is None
 
     def perform(self, effects: Effects) -> None:

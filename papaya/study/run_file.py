@@ -108,7 +108,7 @@ def prepared_again(
         parts = (names, file.run.data.split("/"), prepared.digest.split("/"))
         differing = [name for name, old, new in zip_longest(*parts) if old != new]
         raise OperatorError(
-            f"not as in {path}: the {' and the '.join(differing)}",
+            f"{path} was made with another {' and another '.join(differing)}",
             hint="name the right ones: papaya simulate TASK.py --data DATA --rerun FILE",
         )
     return prepared

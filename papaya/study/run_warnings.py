@@ -87,8 +87,8 @@ def after_sweep(outcomes: Sequence[RunResult]) -> list[str]:
         for outcome in running
     ):
         found.append(
-            f"{few} {of} made fewer than {STAYS} server updates, which cannot show whether the "
-            "target is kept; raise updates or lower K"
+            f"{few} {of} made fewer than {STAYS} server updates, too few to show whether the "
+            "target is kept; raise updates or hours, or lower K"
         )
     if losses := [
         outcome.start.all

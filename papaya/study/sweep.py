@@ -175,7 +175,8 @@ def updates_together(
     hours: float | None,
 ) -> int | None:
     """The number of client updates in all runs of a sweep; None if hours are the only limit. It is
-    computed before the task is loaded, so equal settings that are written differently count twice.
+    computed before the task is loaded, so equal values that are written differently, such as 1 and
+    1.0, count twice.
     """
     each = most_updates(updates, hours)
     if each == UNBOUNDED:

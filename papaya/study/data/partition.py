@@ -133,10 +133,10 @@ def _by_column(partition: ByColumn, table: _Table) -> Iterator[tuple[str, list[i
     for value, rows in _grouped(values).items():
         name = str(value)
         if name in named:
-            kinds = " and as ".join(type(alike).__name__ for alike in (named[name], value))
+            kinds = " and as ".join(type(each).__name__ for each in (named[name], value))
             raise OperatorError(
-                f"{table.name}: the column {partition.column!r} has {name} as {kinds}, which would "
-                "be two clients with the same name",
+                f"{table.name}: the column {partition.column!r} contains {name} as {kinds}, which "
+                "would be two clients with the same name",
                 hint="convert the column to one type, for example to text",
             )
         named[name] = value

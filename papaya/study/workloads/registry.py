@@ -142,8 +142,8 @@ def eager_because_of_ray(steps: Steps, updates: int | None, ray: str | None) -> 
         return None
     return (
         "using eager steps, because compiled steps are code for this machine and not for a Ray "
-        "cluster; without Ray, auto would try compiled steps, which round differently: to get the "
-        "same numbers there, choose eager steps (--steps eager)"
+        "cluster. Without Ray, --steps auto would compile, and compiled steps round differently. "
+        "To get the same numbers there, choose eager steps (--steps eager)"
     )
 
 

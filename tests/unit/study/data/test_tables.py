@@ -86,7 +86,7 @@ def test_structs_and_lists_are_neither_clients_nor_labels(value: object, shown: 
 
 def test_a_number_and_the_same_text_are_not_two_clients_of_one_name() -> None:
     frame = pandas.DataFrame({"x": [0.5, 1.5, 2.5], "user": [1, "1", 2]})
-    with pytest.raises(OperatorError, match="column 'user' has 1 as int and as str") as found:
+    with pytest.raises(OperatorError, match="column 'user' contains 1 as int and as str") as found:
         table_source(frame, ByColumn("user"))
     assert found.value.hint.startswith("convert the column to one type")
 
