@@ -353,11 +353,15 @@ class Workers:
             self._call(self._give_folds_back, lane)
 
     def _stop_starting(self, task: TaskId) -> None:
-        """The task has left: it needs no thread any more."""
+        """The task has left. Only requests that wait for a thread still need one: the TSA may have
+        to forget the task. A later holder of the task may wait already: for it, the delay is over.
+        """
         if (found := self._threadless.pop(task, None)) is not None:
             found.trouble.ends()
+            self._tell_threads(task, found.seq, "")
             for lane in found.lanes:
                 self._callers.pop(lane).stop()
+                self._wake(lane)
 
     def _tell_threads(self, task: TaskId, seq: int, reason: str) -> None:
         if seq:

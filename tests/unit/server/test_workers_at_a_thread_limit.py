@@ -343,6 +343,40 @@ def test_the_newest_holder_of_a_task_is_told_that_it_waits_for_a_thread(
     assert {told.seq for told in driver.of(Delayed)} == {2}
 
 
+def test_a_later_holder_is_told_that_the_delay_is_over(limit: ThreadLimit) -> None:
+    """The task has left and come back while the work of its earlier holder waited."""
+
+    async def test(driver: Driver) -> None:
+        limit.is_reached = True
+        driver.fold(SECURE, "a", UPDATE)
+        driver.workers.perform(Drop(SECURE.task, 1))
+        driver.workers.perform(Restore(SECURE, 2, (), ()))
+        await driver.until(Restored)
+        await driver.workers.drain()
+
+    driver = run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, PausedTsa()))
+    *delayed, over = driver.of(Delayed)
+    assert set(delayed) == {Delayed("next-word", 2, NO_THREAD, "threads")}
+    assert over == Delayed("next-word", 2, "", "threads")
+
+
+def test_the_tsa_is_told_to_forget_a_task_that_has_left_meanwhile(limit: ThreadLimit) -> None:
+    tsa = PausedTsa()
+
+    async def test(driver: Driver) -> None:
+        limit.is_reached = True
+        driver.workers.perform(Forget(SECURE))
+        await limit.refused(1)
+        driver.workers.perform(Drop(SECURE.task, 1))
+        driver.workers.perform(Restore(SECURE, 2, (), ()))
+        await driver.until(Restored)  # so the earlier holder's sums were dropped
+        limit.is_reached = False
+        await driver.workers.drain()
+        assert tsa.is_told_to_forget.is_set()
+
+    run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, tsa))
+
+
 def test_closing_finishes_the_work_of_secure_tasks_without_their_threads(
     limit: ThreadLimit,
 ) -> None:
