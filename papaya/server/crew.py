@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
-from threading import Condition, Event, RLock, Thread, current_thread
+from threading import Condition, RLock, Thread, current_thread
 from typing import Final, TypeVar
 
 logger = logging.getLogger("papaya.workers")
@@ -39,22 +40,36 @@ def call_on(
 
 async def on_thread(function: Callable[..., Found], *arguments: object) -> Found:
     """`asyncio.to_thread`, but at a limit it raises NoThread and does not make the call."""
-    is_withdrawn = Event()
-
-    def call() -> Found:
-        if is_withdrawn.is_set():
-            raise NoThread("this call was withdrawn")
-        return function(*arguments)
-
+    made: Future[Found] = Future()
     try:
-        waiting = asyncio.get_running_loop().run_in_executor(None, call)
-    except RuntimeError as error:
-        is_withdrawn.set()  # the executor has queued the call before it needs a thread
-        raise NoThread(str(error)) from error
+        asyncio.get_running_loop().run_in_executor(None, _make, [made], function, arguments)
+    except (RuntimeError, MemoryError) as error:
+        # The executor has queued the call before it needs a thread, so another one may make it.
+        if made.cancel():
+            raise NoThread(str(error)) from error
+    waiting = asyncio.wrap_future(made)
     try:
         return await waiting
     finally:
-        del waiting  # an exception that it holds would keep this frame alive, and so itself
+        del made, waiting  # an exception that they hold would keep this frame alive, and so itself
+
+
+def _make(
+    given: list[Future[Found]], function: Callable[..., Found], arguments: tuple[object, ...]
+) -> None:
+    """Make a call, unless its future was cancelled. The future is taken out of `given`, because it
+    may hold an exception, which holds the frames of its callers.
+    """
+    made = given.pop()
+    if not made.set_running_or_notify_cancel():
+        return
+    try:
+        found = function(*arguments)
+    except BaseException as error:
+        made.set_exception(error)
+        del made
+    else:
+        made.set_result(found)
 
 
 def retry_delay_s(attempts: int, first_s: float = FIRST_RETRY_S) -> float:

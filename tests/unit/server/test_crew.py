@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from threading import Barrier, RLock, Thread
+from threading import Barrier, Event, RLock, Thread
 
 import pytest
 
-from papaya.server.crew import LONGEST_RETRY_S, Crew, CrewJob, retry_delay_s
+from papaya.server.crew import LONGEST_RETRY_S, Crew, CrewJob, on_thread, retry_delay_s
 from tests.unit.server.worker_builders import PATIENCE_S
 
 
@@ -216,3 +220,57 @@ def test_a_crew_lives_on_if_a_job_or_the_search_for_one_fails(
 def test_the_back_off_is_limited_even_after_a_day() -> None:
     assert [retry_delay_s(attempts, 0.5) for attempts in (1, 2, 3)] == [0.5, 1.0, 2.0]
     assert retry_delay_s(100_000) == LONGEST_RETRY_S
+
+
+def test_a_call_that_another_thread_makes_has_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor queues it before it tries to start a thread, and just then another one of its
+    threads has nothing to do.
+    """
+    has_begun, may_end = Event(), Event()
+
+    def call() -> int:
+        has_begun.set()
+        assert may_end.wait(PATIENCE_S)
+        return 7
+
+    async def test() -> None:
+        executor, may_start = ThreadPoolExecutor(), Event()
+        asyncio.get_running_loop().set_default_executor(executor)
+        executor.submit(may_start.wait, PATIENCE_S)
+
+        def start_none(thread: Thread) -> None:
+            may_start.set()
+            assert has_begun.wait(PATIENCE_S)
+            raise RuntimeError("too many")
+
+        with monkeypatch.context() as limit:
+            limit.setattr(Thread, "start", start_none)
+            waiting = asyncio.create_task(on_thread(call))
+            await asyncio.sleep(0)
+        may_end.set()
+        assert await waiting == 7
+
+    on_a_loop(test)
+
+
+def test_what_a_failed_call_has_used_is_freed_at_once() -> None:
+    """Without the garbage collector, which finds open sockets before their owners close them."""
+    used: list[weakref.ref[Event]] = []
+
+    def fail() -> None:
+        event = Event()
+        used.append(weakref.ref(event))
+        raise ZeroDivisionError
+
+    async def test() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        with suppress(ZeroDivisionError):
+            await on_thread(fail)
+        await on_thread(int)  # the thread has forgotten the first call
+        assert used[0]() is None
+
+    gc.disable()
+    try:
+        on_a_loop(test)
+    finally:
+        gc.enable()
