@@ -32,7 +32,7 @@ _Answer = asyncio.Future[Found]
 class Lookups:
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Address, _Answer] | None] = SimpleQueue()
-        self._is_started = False
+        self._threads = 0
         self._open: dict[Address, _Answer] = {}  # lookups that have not ended
         self._known: dict[Address, tuple[Found, float]] = {}  # with the time when it gets old
 
@@ -63,15 +63,23 @@ class Lookups:
         if answer is None:
             if len(self._open) >= _MAX_LOOKUPS:
                 raise _unresolved("too many names are being looked up")
+            self._start_threads()
             answer = asyncio.get_running_loop().create_future()
             answer.add_done_callback(partial(self._ended, where))
             self._open[where] = answer
             self._queue.put((where, answer))
-            if not self._is_started:
-                self._is_started = True
-                for _ in range(_AT_ONCE):
-                    Thread(target=_work, args=(self._queue,), daemon=True).start()
         return answer
+
+    def _start_threads(self) -> None:
+        """At a limit of the operating system, go on with those that run."""
+        while self._threads < _AT_ONCE:
+            try:
+                Thread(target=_work, args=(self._queue,), daemon=True).start()
+            except (RuntimeError, MemoryError) as error:
+                if not self._threads:
+                    raise _unresolved(f"its name cannot be looked up: {error}") from error
+                return
+            self._threads += 1
 
     def _ended(self, where: Address, answer: _Answer) -> None:
         del self._open[where]

@@ -213,3 +213,33 @@ def test_the_threads_end_and_do_not_keep_the_process_alive(loop: str, names: Nam
     for thread in started:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
+
+
+@both_loops
+def test_names_are_looked_up_again_after_a_limit_on_threads(
+    loop: str, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, start = 0, threading.Thread.start
+
+    def start_below_limit(thread: threading.Thread) -> None:
+        nonlocal left
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left -= 1
+        start(thread)
+
+    async def main() -> None:
+        nonlocal left
+        own = Lookups()
+        monkeypatch.setattr(threading.Thread, "start", start_below_limit)
+        with pytest.raises(socket.gaierror, match="can't start new thread"):
+            await own.find(A)
+        left = 1
+        finding = [asyncio.create_task(own.find(where)) for where in (A, B)]
+        await until_waiting(names, 1)
+        names.may_answer.set()
+        assert await asyncio.gather(*finding) == [REAL(SOMEWHERE)] * 2
+        assert names.most == 1
+        own.close()
+
+    run(main(), loop)
