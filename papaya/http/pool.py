@@ -336,7 +336,8 @@ class _Pool:
                 connection = await self._open_connection(context)
         except BaseException as error:
             self._free_slot()
-            if isinstance(error, OSError | TimeoutError):
+            # RuntimeError: asyncio looks a name up on a thread, and none can start.
+            if isinstance(error, OSError | TimeoutError | RuntimeError):
                 raise PeerUnavailable(f"cannot connect to {self.address}: {error}") from error
             raise
         if connection.is_lost or self._is_closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from threading import Thread
 
 import pytest
 
@@ -192,6 +193,26 @@ def test_nobody_listens() -> None:
                 await upload.answer
 
     run(main())
+
+
+def test_a_name_cannot_be_looked_up_at_a_limit_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The callers answer devices that wait, as for any server that cannot be reached."""
+
+    def refuse(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        limits = PeerLimits(max_connections=1, max_waiting=0)
+        async with a_server([]) as server, some_connections(limits) as connections:
+            address = f"localhost:{server.port}"
+            with monkeypatch.context() as limit:
+                limit.setattr(Thread, "start", refuse)
+                for _ in range(2):
+                    with pytest.raises(PeerUnavailable, match="can't start new thread"):
+                        await connections.request(address, "GET", "/")
+            assert (await connections.request(address, "GET", "/")).status == 404
+
+    run(main(), "asyncio")
 
 
 @both_loops
