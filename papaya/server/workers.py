@@ -151,7 +151,7 @@ def _unobserved(seconds: float, work: str) -> None:
     """No-op."""
 
 
-def _unexpected(error: Exception) -> str:
+def _unexpected(error: BaseException) -> str:
     """For owners of tasks. The text of the error may have paths and addresses: see _tell_delay."""
     return f"unexpected error ({type(error).__name__}): see the log of the aggregator"
 
@@ -405,7 +405,7 @@ class Workers:
                 self._shards.forget(job.work)
             else:
                 is_over = self._work_alone(job)
-        except Exception as error:
+        except BaseException as error:  # an extension of the servers may call sys.exit
             self._lose(job.task, job.seq, error)
         if not is_over:
             return  # it will be tried again
@@ -574,7 +574,7 @@ class Workers:
         with self._lock:
             return self._lost.get(task) == seq
 
-    def _lose(self, task: TaskId, seq: int | None, error: Exception) -> None:
+    def _lose(self, task: TaskId, seq: int | None, error: BaseException) -> None:
         if isinstance(error, MissingBlob):
             logger.warning("work of %s: %s (hint: %s)", task, error, error.hint)
         else:

@@ -35,6 +35,7 @@ from tests.unit.server.worker_builders import (
     run,
     step_of,
     the_sum,
+    worker_threads,
 )
 
 FULL = OperatorError("cannot write the blob: the disk is full", hint="make room")
@@ -208,6 +209,22 @@ def test_an_error_that_nobody_expected_is_told_and_the_thread_lives_on(
     assert [type(told) for told in driver.told] == [Lost, Restored, Folded, Snapshotted]
     assert the_sum(blobs, driver.of(Snapshotted)[0]) == [1, 2, 3, 4]
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_an_extension_that_exits_ends_neither_its_thread_nor_the_work_of_its_task() -> None:
+    kernel = CountingKernel()
+
+    async def test(driver: Driver) -> None:
+        kernel.failures = [SystemExit("usage: my-rule [-h]")]
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        await driver.until(Lost)
+        await driver.workers.drain()
+        driver.workers.perform(Restore(WORDS, 1, (), ()))
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+
+    driver = run(test, MemoryBlobs(WORDS), kernel=kernel)
+    assert [type(told) for told in driver.told] == [Lost, Restored, Folded]
+    assert worker_threads() == []
 
 
 def test_an_error_after_the_work_itself_is_reported_too() -> None:

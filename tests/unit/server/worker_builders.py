@@ -229,7 +229,7 @@ class CountingKernel(Kernel):
 
     def __init__(self) -> None:
         self.passes: list[int] = []
-        self.failures: list[Exception] = []
+        self.failures: list[BaseException] = []
         self.is_waiting, self.may_go_on = Event(), Event()
         self.may_go_on.set()
 
