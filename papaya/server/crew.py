@@ -213,8 +213,10 @@ class Crew:
                 if is_over:
                     break
                 self._waiting += 1
-                is_over = not self._changed.wait(self._life_s)
-                self._waiting -= 1
+                try:
+                    is_over = not self._changed.wait(self._life_s)
+                finally:
+                    self._waiting -= 1
             self._leave()
             return None
 

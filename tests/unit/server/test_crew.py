@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from threading import Barrier, Event, RLock, Thread
+from threading import Barrier, Condition, Event, RLock, Thread
 
 import pytest
 
@@ -215,6 +215,31 @@ def test_a_crew_lives_on_if_a_job_or_the_search_for_one_fails(
         "a job of a-crew failed unexpectedly",
         "a thread of a-crew cannot find a job, and ends",
     ]
+
+
+def test_another_thread_starts_if_one_could_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting makes a lock, which needs memory."""
+    wait, failures = Condition.wait, [MemoryError()]
+    changed: Condition | None = None
+
+    def wait_or_fail(condition: Condition, timeout: float | None = None) -> bool:
+        if failures and condition is changed:
+            raise failures.pop()
+        return wait(condition, timeout)
+
+    async def test() -> None:
+        nonlocal changed
+        jobs, done = Jobs(most=1), asyncio.Event()
+        changed = jobs.crew._changed
+        jobs.put(lambda: None)
+        while failures or jobs.crew.size:
+            await asyncio.sleep(0)
+        jobs.put(partial(asyncio.get_running_loop().call_soon_threadsafe, done.set))
+        await done.wait()
+        await jobs.ended()
+
+    monkeypatch.setattr(Condition, "wait", wait_or_fail)
+    on_a_loop(test)
 
 
 def test_the_back_off_is_limited_even_after_a_day() -> None:
