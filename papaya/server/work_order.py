@@ -2,7 +2,7 @@
 
 Work waits in lanes. Each task has one, and a second one for its requests to the TSA that are not
 about updates. The folds of a lane run at the same time, up to eight of one buffer in one call.
-Everything else runs alone in its lane, after all earlier work:
+Of everything else, one job of a lane runs at a time, in order:
 
     Snapshot             waits for earlier folds; later folds wait until the sum is cut
     Restore, Drop        wait for earlier folds; later folds wait until they are done
