@@ -558,7 +558,7 @@ def test_a_repetition_needs_the_same_task_and_data(
     capsys.readouterr()
     assert main([*again, "--output", str(tmp_path / "two")]) == 0, "the copy is used"
     assert main([*again[:1], str(task), *again[1:], "--output", str(tmp_path / "two")]) == 2
-    assert ": the task file\n" in capsys.readouterr().err
+    assert "was made with another task file\n" in capsys.readouterr().err
     assert main([*again, "--data", "stdlib", "--output", str(tmp_path / "two")]) == 2
 
 
