@@ -1,8 +1,9 @@
-"""Looks up names that clients may have chosen.
+"""Looks up names that clients may have chosen, and prepares lookups of all others.
 
-Lookups have threads of their own, so strangers delay nobody else. The threads are daemons: a lookup
-that hangs does not delay the end of the process. Connections for one name share a lookup, and its
-answer is used for 10 s. It is used for longer only while the resolver does not answer.
+Lookups of names that clients may have chosen have threads of their own, so strangers delay nobody
+else. The threads are daemons: a lookup that hangs does not delay the end of the process.
+Connections for one name share a lookup, and its answer is used for 10 s. It is used for longer only
+while the resolver does not answer.
 """
 
 from __future__ import annotations
@@ -103,6 +104,14 @@ def _work(queue: SimpleQueue[tuple[Address, _Answer] | None]) -> None:
             give = partial(answer.set_exception, error)
         with suppress(RuntimeError):  # the loop has ended
             answer.get_loop().call_soon_threadsafe(give)
+
+
+async def start_lookup_threads() -> None:
+    """uvloop looks names up on threads that start at its first lookup. If they cannot start then,
+    at a limit on threads, libuv aborts the process. So a server starts them first of all.
+    """
+    with suppress(OSError, RuntimeError):  # RuntimeError: a thread of asyncio cannot start
+        await asyncio.get_running_loop().getaddrinfo("localhost", None)
 
 
 def _addresses(where: Address, flags: int = 0) -> Found:

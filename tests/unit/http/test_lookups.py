@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -243,3 +245,36 @@ def test_names_are_looked_up_again_after_a_limit_on_threads(
         own.close()
 
     run(main(), loop)
+
+
+AT_A_LIMIT = """
+import asyncio, resource, sys
+import uvloop
+from papaya.http.errors import PeerUnavailable
+from papaya.http.lookups import start_lookup_threads
+from papaya.http.pool import ConnectionPool
+
+async def main():
+    if sys.argv[1] == "prepared":
+        await start_lookup_threads()
+    with open("/proc/self/statm") as sizes:
+        used = int(sizes.read().split()[0]) * resource.getpagesize()
+    # There is no room for the stack of another thread.
+    resource.setrlimit(resource.RLIMIT_AS, (used, used))
+    pool = ConnectionPool()
+    try:
+        await pool.request("localhost:1", "GET", "/")
+    except PeerUnavailable:
+        print("unavailable", flush=True)
+    await pool.close()
+
+uvloop.run(main())
+"""
+
+
+@pytest.mark.parametrize(("how", "is_answered"), [("prepared", True), ("not prepared", False)])
+def test_a_name_is_looked_up_at_a_limit_on_threads(how: str, is_answered: bool) -> None:
+    """libuv aborts a process that cannot start threads at its first lookup."""
+    command = [sys.executable, "-c", AT_A_LIMIT, how]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.stdout == "unavailable\n") == is_answered, ended.stderr
