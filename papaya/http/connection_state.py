@@ -93,6 +93,11 @@ class Timeouts:
         self._unsent_at = now  # bytes of an answer were first found unsent
         self._taken_before = 0  # bytes that the peer had taken before the answer
 
+    @property
+    def waiting_since(self) -> float:
+        """When the present wait was first noticed."""
+        return self._state_at
+
     def exceeded(self, now: float, progress: RequestProgress) -> str | None:
         """Why the connection should be closed; None if it is within its limits."""
         before, self._before = self._before, progress

@@ -7,6 +7,7 @@ import errno
 from collections.abc import Callable, Iterable
 from email.utils import formatdate
 from functools import partial
+from heapq import nsmallest
 
 import msgspec
 
@@ -110,6 +111,21 @@ class ListenerState:
                 connection.check_timeouts(now)
             except Exception:
                 log.exception("cannot check the timeouts of a connection")
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Closes connections that wait for a request, the one that has waited longest first, until
+        `spare` places are free.
+        """
+        missing = len(self.connections) + self.limits.spare - self.limits.max_connections
+        if self.limits.spare and missing > 0:
+            idle = [
+                (since, id(connection), connection)
+                for connection in self.connections
+                if (since := connection.idle_since) is not None
+            ]
+            for _, _, connection in nsmallest(missing, idle):
+                connection.close_if_idle()
 
 
 class Listener:

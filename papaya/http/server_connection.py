@@ -168,6 +168,11 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     # --- Called by the listener -----------------------------------------------------------------
 
+    @property
+    def idle_since(self) -> float | None:
+        """None if it has a request, or waits for its first one."""
+        return self._timeouts.waiting_since if self._state is _IDLE else None
+
     def check_timeouts(self, now: float) -> None:
         unsent = self._out.unsent
         taken = self._out.taken if unsent else self._out.written

@@ -41,6 +41,7 @@ from papaya.errors import LostHistory, OperatorError, PapayaError
 from papaya.http.errors import ListenError
 from papaya.http.limits import ListenerLimits
 from papaya.http.listener import Listener, serve
+from papaya.http.lookups import start_lookup_threads
 from papaya.http.passthrough import Passthrough
 from papaya.http.routes import HttpRoute
 from papaya.learning import entry_points
@@ -105,6 +106,8 @@ from papaya.server.workers import Workers, threaded_shards
 
 logger = logging.getLogger("papaya.server")
 
+# Slow chunks and the idle connections of selectors must leave places for orders of the coordinator.
+_SPARE_PART = 16  # of the places of the listener for servers
 _CUT_OFF_S = 2.0
 _QUIET_POLL_S = 0.05
 _TELLS_PER_HEARTBEAT = 4
@@ -155,6 +158,7 @@ class Server:
     # -- start and stop -----------------------------------------------------------------------
 
     async def start(self) -> None:
+        await start_lookup_threads()
         started = ServerStarted(__version__, self.roles, self._settings())
         log(started)
         entry_points.load(entry_points.parsed(self.deployment.extensions))
@@ -178,7 +182,12 @@ class Server:
             listeners.append(self._events.offer)
             self._operations = Health(metrics, self._resources.clock.now, self._resources.state)
             if not self._names.is_alone:
-                await self._listen("servers", self.deployment.servers, self._servers_routes())
+                limits = structs.replace(
+                    self._limits, spare=self._limits.max_connections // _SPARE_PART
+                )
+                await self._listen(
+                    "servers", self.deployment.servers, self._servers_routes(), limits
+                )
             formats = Formats()
             formats.check(await self._resources.state.read(Formats.prefixes))
             boots = Boots(self._resources.state)

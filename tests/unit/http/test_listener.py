@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import AsyncExitStack
 from typing import cast
 
 import pytest
+from msgspec import structs
 
 from papaya.http.server_connection import ServerConnection
-from tests.unit.http.loopback import IMPATIENT, LOOPS, a_server, a_service, run
+from tests.unit.http.loopback import (
+    IMPATIENT,
+    LOOPS,
+    PATIENT,
+    Client,
+    Shop,
+    a_client,
+    a_request,
+    a_server,
+    a_service,
+    run,
+)
 
 
 def test_a_connection_that_cannot_be_swept_leaves_the_others_their_sweep(
@@ -30,6 +43,8 @@ def test_a_connection_that_cannot_be_swept_leaves_the_others_their_sweep(
                 swept.set()
 
         def close_if_idle(self) -> None: ...
+
+        idle_since = None
 
         def abort(self) -> None: ...
 
@@ -57,5 +72,58 @@ def test_a_connection_that_was_just_accepted_is_closed_with_the_listener(loop: s
                 listening.close()
                 assert await asyncio.to_thread(client.recv, 1) == b""
                 assert listening.connections == 0
+
+    run(main(), loop)
+
+
+def test_the_connections_that_have_waited_longest_make_room() -> None:
+    closed: list[float] = []
+
+    class Waiting:
+        def __init__(self, since: float | None) -> None:
+            self.idle_since = since
+
+        def check_timeouts(self, now: float) -> None: ...
+
+        def close_if_idle(self) -> None:
+            assert self.idle_since is not None
+            closed.append(self.idle_since)
+
+    async def main() -> None:
+        limits = structs.replace(PATIENT, max_connections=6, spare=2)
+        async with a_service([], limits) as service:
+            found = [Waiting(since) for since in (4.0, None, 1.0, 3.0, None, 2.0)]
+            for connection in found[:4]:
+                service.connections.add(cast(ServerConnection, connection))
+            service._sweep()
+            assert closed == []
+            service.connections.update(cast(list[ServerConnection], found))
+            service._sweep()
+            assert closed == [1.0, 2.0]
+            service.connections.clear()
+
+    run(main())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_listener_full_of_connections_without_requests_serves_others(loop: str) -> None:
+    """Each client keeps its connection after its answer, and more come than there are places."""
+    most = 8
+    limits = structs.replace(PATIENT, max_connections=most, spare=2, sweep_s=0.02)
+    shop = Shop()
+
+    async def main() -> None:
+        async with a_server(shop.routes, limits) as listening, AsyncExitStack() as stack:
+
+            async def connect() -> Client:
+                return await stack.enter_async_context(a_client(listening.port))
+
+            busy = await connect()
+            busy.send(a_request("POST", "/hold"))
+            for _ in range(2 * most):
+                while (await (await connect()).ask("GET", "/echo")).status == 503:
+                    """Until a sweep has closed others."""
+            shop.held[0].answer(200)
+            assert (await busy.response()).status == 200
 
     run(main(), loop)
