@@ -30,9 +30,10 @@ from papaya.cli.output import (
 )
 from papaya.cli.simulate.options import add_ray
 from papaya.errors import OperatorError
-from papaya.study.experiments.reproduce import EXPERIMENTS, as_data, reproduce, verdicts
+from papaya.study.experiments.reproduce import EXPERIMENTS, as_data, reproduce
 from papaya.study.experiments.result import Result
 from papaya.study.experiments.runs import SCALES, Scale
+from papaya.study.experiments.tables import verdicts
 from papaya.study.lab import LabStep
 from papaya.study.workloads.text import LIBRARY_NAME, open_corpus
 

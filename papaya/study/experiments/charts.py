@@ -282,7 +282,7 @@ def _spread_legend(axis: Axes, colors: Mapping[str, str]) -> list[Line2D]:
         ("o", "k", "k", 5, "the experiment, with the range over seeds"),
         *(("o", color, color, 5, name) for name, color in colors.items()),
         *((mark, "#666666", "none", 7, f"{bound} this") for bound, mark in _SIDEWAYS.items()),
-        ("x", "#666666", "none", 5, "unknown: neither run reached its target"),
+        ("x", "#666666", "none", 5, "unknown: runs ended too early"),
     ]
     return [
         axis.plot([], [], mark, color=color, mfc=inside, ms=size, label=label)[0]

@@ -64,13 +64,10 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         tuned = {regime: _tuned(lab, scale, regime, c, share, data) for regime in PLANS}
         checks += [found.check(f"{regime} at {c}") for regime, found in tuned.items()]
         pairs.append(_pair(lab, scale, seeds, c, tuned, share, data))
-    line = {f"{name_of(data)}, tuned rates": [(p.concurrency, p.speedup.exact) for p in pairs]}
-    panel = charts.Panel(
+    panel = charts.ratio_panel(
         f"Speedup, LSTM “{scale.lstm}”",
         "hours of SyncFL ÷ hours of AsyncFL",
-        line,
-        log=True,
-        even=1.0,
+        {f"{name_of(data)}, tuned rates": [(p.concurrency, p.speedup) for p in pairs]},
         paper=tuple((c, x) for c, x in _PAPERS.items() if c in scale.lstm_concurrencies),
     )
     return Result(

@@ -2,8 +2,8 @@
 
     results = reproduce(["speedup"], QUICK, seeds=[1, 2], folder=Path("runs/reproduce"))
 
-Writes one JSON file and the plots of each experiment, and of all together report.html and
-verdicts.md. Every recorded run is kept in the folder: calling it again goes on from there.
+Writes one JSON file and the plots of each experiment, and of all together report.html, verdicts.md
+and numbers.md. Every recorded run is kept in the folder: calling it again goes on from there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from html import escape
 from pathlib import Path
 from types import ModuleType
-from typing import Final, Protocol, cast, get_args
+from typing import Final, Protocol, cast
 
 import msgspec
 from msgspec import Struct, structs
@@ -41,7 +41,7 @@ from papaya.study.experiments import (
     training_curves,
     utilization,
 )
-from papaya.study.experiments.result import Check, ClaimVerdict, Finding, PaperClaim, Result
+from papaya.study.experiments.result import Check, Finding, PaperClaim, Result
 from papaya.study.experiments.runs import (
     CLIENT,
     HEADLINE,
@@ -51,6 +51,13 @@ from papaya.study.experiments.runs import (
     corpora_of,
     workload_of,
 )
+from papaya.study.experiments.tables import (
+    LEFT_OUT,
+    SHARE,
+    number_tables,
+    verdict_tables,
+    verdicts,
+)
 from papaya.study.identity import EXPERIMENTS as EXPERIMENT_CODE
 from papaya.study.identity import digest
 from papaya.study.lab import Lab, LabStep
@@ -58,7 +65,6 @@ from papaya.study.run import RecordingPlan
 from papaya.study.workloads.paper import DIALECTS, keep_corpus, kept_corpus, text_data
 from papaya.study.workloads.text import Corpus
 
-_LEFT_OUT = "Made with other seeds, another scale or other code, and left out here: "
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
        color: #222; }
@@ -143,9 +149,12 @@ def reproduce(
             results.append(result)
             ended(result)
     told, left_out = _with_earlier(results, made_of, folder)
+    there = {*left_out, *(result.key for result in told)}
+    missing = [key for key in EXPERIMENTS if key not in there]
     written = {
         "report.html": page(told, scale, seeds, folder, left_out),
-        "verdicts.md": verdict_tables(told, scale, seeds, left_out),
+        "verdicts.md": verdict_tables(told, scale, seeds, missing, left_out),
+        "numbers.md": number_tables(told, scale, seeds, missing, left_out),
     }
     for name, text in written.items():
         write_whole(folder / name, partial(Path.write_text, data=text, encoding="utf-8"))
@@ -209,8 +218,8 @@ def page(
             f"Claims of the paper: {verdicts(claims)}. Checks of method that fail: "
             f"{len(failed)}.</p>"
         ),
-        f"<p>{escape(_LEFT_OUT + ', '.join(left_out))}.</p>" if left_out else "",
-        f"<p>{escape(_RULE)} {escape(_SHARE)}</p>",
+        f"<p>{escape(LEFT_OUT + ', '.join(left_out))}.</p>" if left_out else "",
+        f"<p>{escape(_RULE)} {escape(SHARE)}</p>",
         (
             "<p>The inputs are <a href=#inputs>at the end</a>. Grey rows were calibrated to the "
             "paper, so their agreement proves nothing. All other numbers are results of the "
@@ -232,60 +241,6 @@ _RULE = (
     "bound nor the seeds decide. This rule is the same for all claims and was fixed before the "
     "runs that it applies to."
 )
-
-
-def verdicts(claims: Sequence[PaperClaim]) -> str:
-    """How many claims agree, differ, and cannot be compared."""
-    if not claims:
-        return "no claims"
-    counts = dict.fromkeys(get_args(ClaimVerdict), 0)
-    for claim in claims:
-        counts[claim.verdict] += 1
-    agrees, differs, others = counts.values()
-    return f"{agrees} agree, {differs} differ, {others} not comparable"
-
-
-_SHARE = (
-    "The share of the paper's effect decides no verdict: 100 % is the paper's number, 0 % no "
-    "effect, and a negative share an effect in the other direction."
-)
-
-
-def verdict_tables(
-    results: Sequence[Result], scale: Scale, seeds: Sequence[int], left_out: Sequence[str] = ()
-) -> str:
-    """All claims and failed checks, in Markdown; those of experiments that run by name only too,
-    if their results are there.
-    """
-    every = [claim for result in results for claim in result.claims]
-    lines = [
-        f"# Verdicts at scale {scale.name}, seeds {seeds[0]} to {seeds[-1]}",
-        "",
-        f"{len(every)} claims: {verdicts(every)}. Brackets: 95 % confidence intervals over seeds.",
-        _SHARE,
-    ]
-    there = {result.key for result in results}
-    if missing := [key for key in EXPERIMENTS if key not in there and key not in left_out]:
-        lines += ["", f"Not run: {', '.join(missing)}."]
-    if left_out:
-        lines += ["", f"{_LEFT_OUT}{', '.join(left_out)}."]
-    for result in results:
-        if not result.claims and all(check.holds for check in result.checks):
-            continue
-        lines += ["", f"## {result.title}", "", f"{result.paper}.", ""]
-        if result.claims:
-            lines += ["| claim | paper | here | verdict | share of the paper's effect |"]
-            lines += ["|---|---|---|---|---|"]
-            lines += map(_verdict_row, result.claims)
-        failed = [check for check in result.checks if not check.holds]
-        lines += [f"\nCheck of method that fails: {one.rule} ({one.detail})." for one in failed]
-    return "\n".join(lines) + "\n"
-
-
-def _verdict_row(claim: PaperClaim) -> str:
-    verdict = f"{claim.verdict} ({claim.why})" if claim.why else claim.verdict
-    cells = (claim.statement, claim.paper, claim, verdict, claim.share_of_effect or "–")
-    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _contents(results: Sequence[Result]) -> str:

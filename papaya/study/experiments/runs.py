@@ -155,7 +155,7 @@ FULL: Final = Scale(
 SCALES: Final = {scale.name: scale for scale in (QUICK, DEEP, FULL)}
 OVER_SELECTION: Final = 0.3
 HEADLINE: Final[Dialect] = "weak"  # of all experiments but the one on sensitivity
-_DEPTH: Final = 0.75  # of the rounds of SyncFL, after which its loss is the target
+DEPTH: Final = 0.75  # of the rounds of SyncFL, after which its loss is the target
 _THROUGHPUT: Final = 1.6  # updates per hour of AsyncFL ÷ of SyncFL, as recorded at 130 to 2600
 
 
@@ -277,25 +277,27 @@ MakeRates: TypeAlias = Callable[[float, float], Rates]
 """From a server rate and a first moment."""
 
 
+def _rounds(scale: Scale, concurrency: int) -> int:
+    """Small cohorts need more rounds to the same target, and cost little."""
+    return scale.rounds * (3 if concurrency < scale.concurrency else 1)
+
+
 def sync_plan(scale: Scale, concurrency: int, seed: int) -> RecordingPlan:
-    """The run at the paper's concurrency is long enough for Table 1 as well. Small cohorts need
-    more rounds to the same target, and cost little.
-    """
-    rounds = scale.rounds
+    """The run at the paper's concurrency is long enough for Table 1 as well."""
+    rounds = _rounds(scale, concurrency)
     if concurrency == scale.concurrency:
         rounds = max(rounds, scale.table_versions(scale.large_goal))
-    elif concurrency < scale.concurrency:
-        rounds *= 3
     return until_versions(SyncFL(OVER_SELECTION), concurrency, seed, rounds)
 
 
 def async_plan(scale: Scale, concurrency: int, seed: int, goal: int | None = None) -> RecordingPlan:
     """As many hours as SyncFL has at this concurrency for the part of its rounds after which the
-    target is set (`_DEPTH`): AsyncFL that is not there by then is not faster. In updates, which are
+    target is set (`DEPTH`): AsyncFL that is not there by then is not faster. In updates, which are
     counted `_THROUGHPUT` times as often. At the paper's concurrency, enough for Table 1 as well.
     """
     goal = scale.goal if goal is None else goal
-    same_hours = _THROUGHPUT * _DEPTH * sync_plan(scale, concurrency, seed).updates
+    cohort = sync_plan(scale, concurrency, seed).task.aggregation_goal
+    same_hours = _THROUGHPUT * DEPTH * _rounds(scale, concurrency) * cohort
     versions = math.ceil(round(same_hours) / goal)
     if (concurrency, goal) == (scale.concurrency, scale.goal):
         versions = max(versions, scale.table_versions(goal))
@@ -386,8 +388,8 @@ def reached(
 
 
 def met(curve: Curve, loss: float) -> Reached:
-    """Between two judged versions, where a straight line meets the loss: how densely versions are
-    judged must not matter.
+    """Between two judged versions, where a straight line meets the loss. It has to be kept for
+    `STAYS` judged versions: more hours where fewer versions are judged per hour.
     """
     point = curve.reached(loss)
     is_there = point is not None
@@ -499,7 +501,7 @@ class Target(NamedTuple):
 def target_of(lab: Lab, scale: Scale, grid: Sequence[float], data: str = HEADLINE) -> Target:
     """With a grid of one rate, the target of the paper's protocol."""
     plans = [regime_plan(scale, "SyncFL", seed) for seed in tuning_seeds(scale)]
-    updates = _DEPTH * scale.rounds * plans[0].task.aggregation_goal
+    updates = DEPTH * scale.rounds * plans[0].task.aggregation_goal
     best = tuned_for_loss(lab, plans, grid, updates, data).rates
     outcomes = lab.learn([learning(plan, best, data=data) for plan in plans])
     shares = [

@@ -65,7 +65,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     chosen = {data: variations.choose(lab, scale, data) for data in scale.data}
     spreads = [variations.spread(lab, scale, seeds, *each) for each in chosen.items()]
     path = lab.folder / f"{KEY}.md"
-    table = variations.table(spreads)
+    table = variations.table(scale, spreads)
     write_whole(path, partial(Path.write_text, data=table, encoding="utf-8"))
     few, headline = seeds[: scale.languages], chosen[HEADLINE]
     worse, better = _table(lab, scale, few, headline.table)

@@ -57,7 +57,7 @@ from papaya.study.replay import Rates
 from papaya.study.run import RecordingPlan
 
 KEY = "speedup"
-_ROUNDS_OF_A_TRANSIENT: Final = 50
+ROUNDS_OF_A_TRANSIENT: Final = 50
 _SHARES: Final = (0.7, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05)
 
 
@@ -313,12 +313,12 @@ def transients(measured: Measured) -> list[str]:
         f"{case}, C = {pair.concurrency} ({number(fmean(run.versions for run in pair.sync))})"
         for case, pairs in measured.items()
         for pair in pairs
-        if fmean(run.versions for run in pair.sync) < _ROUNDS_OF_A_TRANSIENT
+        if fmean(run.versions for run in pair.sync) < ROUNDS_OF_A_TRANSIENT
     ]
     if not short:
         return []
     text = (
-        f"SyncFL met the target, or its run ended, in fewer than {_ROUNDS_OF_A_TRANSIENT} rounds, "
+        f"SyncFL met the target, or its run ended, in fewer than {ROUNDS_OF_A_TRANSIENT} rounds, "
         f"which measures the start as much as the rate of learning: {'; '.join(short)}"
     )
     return [text]

@@ -1,10 +1,10 @@
 """Every learning claim with one input changed at a time, beside the paper and the experiment.
 
 Each run differs from one of the experiments' own in one input: the dialect, the factor of all
-server rates, the target (for losses at a fixed point: how early it is) or the seed of the language
-and everybody's data. All are along the recordings of the first seed, with the rates that were
-chosen for the unchanged inputs. Real text has no dialect; its other "languages" are other
-assignments of the text to devices.
+server rates (those of both sides of a comparison), the target (for losses at a fixed point: how
+early it is) or the seed of the language and everybody's data. All are along the recordings of the
+first seed, with the rates that were chosen for the unchanged inputs. Real text has no dialect; its
+other "languages" are other assignments of the text to devices.
 
 Left out is `lstm-speedup`, which takes too long. The share of small K in a speedup is not a ratio,
 and is only in the table.
@@ -120,12 +120,17 @@ def spread(lab: Lab, scale: Scale, seeds: Sequence[int], data: str, chosen: Chos
 def _inputs(scale: Scale, seeds: Sequence[int], data: str) -> dict[str, list[Variation]]:
     """Input -> its values. Except for the target, one of them is that of the experiments."""
     languages = [None, *seeds[1 : scale.languages]]
+    targets = f"target: {', '.join(f'{100 * share:g}' for share in SHARES)} % left"
     found = {
-        "server rates: half, as chosen, twice": [Variation(factor=each) for each in FACTORS],
-        "target: early to deep": [
+        "server rates of both sides: half, as chosen, twice": [
+            Variation(factor=each) for each in FACTORS
+        ],
+        targets: [
             Variation(share=share, part=part) for share, part in zip(SHARES, _PARTS, strict=True)
         ],
-        "language and data: other seeds": [Variation(language=each) for each in languages],
+        "language and data: as there, then others": [
+            Variation(language=each) for each in languages
+        ],
     }
     if is_text(data):
         return found
@@ -213,7 +218,7 @@ def draw(lab: Lab, key: str, found: Sequence[TextSpread]) -> str:
     ]
     caption = (
         "Marks grow from the first value of an input to the last. Changes in percent are drawn as "
-        "ratios."
+        f"ratios. {_LOSSES}"
     )
     return charts.spreads(lab.folder, key, "ratio", grid, caption)
 
@@ -231,9 +236,23 @@ def _panel(title: str, spreads: Sequence[ClaimSpread]) -> charts.SpreadPanel:
     return charts.SpreadPanel(title, rows)
 
 
-def table(found: Sequence[TextSpread]) -> str:
+_LOSSES: Final = "Losses at a fixed point have no target: they are read after a fifth to all of it."
+
+
+def table(scale: Scale, found: Sequence[TextSpread]) -> str:
     """The numbers of the figure, and of the claims that are no ratios, in Markdown."""
-    lines: list[str] = []
+    lines = [
+        f"# Sensitivity of the learning claims at scale {scale.name}",
+        "",
+        (
+            "Every learning claim with one input changed at a time. The column *here* has the "
+            "claim as its experiment has it, with the 95 % confidence interval over seeds. The "
+            "others have one number for each value of the input, along the recordings of one seed. "
+            "≤ and ≥ mark bounds, and – what is unknown, because runs ended too early. A target is "
+            f"the share of the reducible loss that is left. {_LOSSES}"
+        ),
+        "",
+    ]
     for text in found:
         spreads = [*text.time, *text.quality]
         inputs = list(spreads[0].varied)

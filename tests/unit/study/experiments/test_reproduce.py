@@ -22,14 +22,13 @@ from papaya.study.experiments.reproduce import (
     as_data,
     page,
     reproduce,
-    verdict_tables,
-    verdicts,
 )
 from papaya.study.experiments.result import Check, Finding, PaperClaim, Result, number
 from papaya.study.experiments.runs import (
     ADAMS_RATE,
     AS_CHOSEN,
     DEEP,
+    DEPTH,
     FULL,
     HEADLINE,
     NEVER_H,
@@ -51,6 +50,8 @@ from papaya.study.experiments.runs import (
     until_versions,
     workload_of,
 )
+from papaya.study.experiments.speedup import ROUNDS_OF_A_TRANSIENT
+from papaya.study.experiments.tables import number_tables, verdict_tables, verdicts
 from papaya.study.lab import Lab, LabStep
 from papaya.study.run import Run, RunResult
 from papaya.study.workloads.language import EmbeddingWorkload
@@ -161,12 +162,27 @@ def test_claims_of_an_experiment_that_runs_by_name_are_on_the_page_of_all(
     assert "Not run" not in page_of_all
 
 
-def test_the_page_of_verdicts_names_what_is_not_on_it(toy: tuple[Path, list[Result]]) -> None:
-    _, results = toy
-    some = [result for result in results if result.key not in ("lstm-speedup", "privacy")]
-    text = verdict_tables(some, TOY, [1], left_out=["privacy"])
-    assert "Not run: lstm-speedup." in text
-    assert "left out here: privacy." in text
+def test_pages_name_what_is_not_on_them(tmp_path: Path) -> None:
+    reproduce([tee_transfer.KEY], TOY, [2], tmp_path, jobs=1)
+    (tmp_path / "privacy.json").write_bytes((tmp_path / f"{tee_transfer.KEY}.json").read_bytes())
+    reproduce([tee_transfer.KEY], TOY, [1], tmp_path, jobs=1)
+    for name in ("verdicts.md", "numbers.md"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert "left out here: privacy." in text
+        [not_run] = [line for line in text.splitlines() if line.startswith("Not run: ")]
+        assert not_run.endswith("sensitivity, lstm-speedup.")
+
+
+def test_all_other_numbers_checks_and_notes_are_on_a_page(toy: tuple[Path, list[Result]]) -> None:
+    folder, results = toy
+    assert (folder / "numbers.md").read_text(encoding="utf-8").startswith("# Other numbers")
+    text = number_tables(results, TOY, [1])
+    for result in results:
+        for finding in result.findings:
+            calibrated = " (calibrated input)" if finding.kind == "input" else ""
+            assert f"| {finding.name}{calibrated} | {finding.paper} | {finding} |" in text
+        assert all(f"{check.rule} ({check.detail})." in text for check in result.checks)
+        assert all(f"- {note}\n" in text for note in result.notes)
 
 
 def test_the_page_of_verdicts_has_the_share_of_the_papers_effect() -> None:
@@ -353,6 +369,7 @@ def test_slower_rates_of_a_race_end_early_and_the_best_is_the_same(tmp_path: Pat
     # The best rate is on an edge, so the grid grows during the race.
     grid, share = (0.02, 0.04, 0.08, 0.16), 0.9
     for plans in ([plan], [plan, structs.replace(plan, seed=4)]):
+        learnt.clear()
         raced = tuned_for_time(lab, plans, grid, share)
         late = [run for run in learnt if run.run.deadline_h is not None and not run.target_hours]
         assert any(run.versions < 40 for run in late)
@@ -446,7 +463,7 @@ def test_targets_of_a_deep_run_lie_beyond_the_start() -> None:
     """SyncFL gets to the target in three quarters of its rounds. Figure 9 marks targets that are
     reached in fewer than 50 rounds.
     """
-    assert 0.75 * QUICK.rounds < 50 < 0.75 * DEEP.rounds
+    assert DEPTH * QUICK.rounds < ROUNDS_OF_A_TRANSIENT < DEPTH * DEEP.rounds
 
 
 def test_a_claim_that_differs_and_a_check_that_fails_are_seen() -> None:
