@@ -555,8 +555,10 @@ class Workers:
         done = "written" if job.is_computed else "read"
         with self._lock:
             job.problem = f"blobs of task {job.task} cannot be {done}"
-        if job.seq is not None:
-            delayed = Delayed(job.task, job.seq, f"blobs cannot be {done}")
+            # The job may be an earlier holder's. The newest one waits for it, until Restored.
+            seq = self._order.newest_seq(job.lane)
+        if seq:
+            delayed = Delayed(job.task, seq, f"blobs cannot be {done}")
             self._call(self._deliver_all, [delayed])
 
     def _complain(self, job: LoneJob, error: OSError | OperatorError, then: str) -> None:

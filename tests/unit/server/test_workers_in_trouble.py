@@ -11,6 +11,7 @@ from papaya.aggregator.masked_sum import Tsa
 from papaya.aggregator.work import (
     Delayed,
     DeleteBlobs,
+    Drop,
     Folded,
     Forget,
     GetOffers,
@@ -112,6 +113,25 @@ def test_a_failed_read_is_reported_too() -> None:
 
     [delayed, _] = run(test, blobs).told
     assert delayed == Delayed("words", 1, "blobs cannot be read")
+
+
+def test_the_newest_holder_of_a_task_is_told_that_it_waits_for_blobs() -> None:
+    """Work for an earlier holder may be at the head. The machine ignores what names that one."""
+    blobs = MemoryBlobs(WORDS)
+    blobs.failures = [FULL] * 6
+
+    async def test(driver: Driver) -> None:
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        driver.workers.perform(SNAPSHOT)
+        driver.workers.perform(Drop("words", 1))
+        driver.workers.perform(Restore(WORDS, 2, (), ()))
+        await driver.until(Restored)
+
+    folded, *delayed, snapshotted, restored = run(test, blobs).told
+    assert isinstance(folded, Folded)
+    assert delayed == [Delayed("words", 2, "blobs cannot be written")] * 4
+    assert isinstance(snapshotted, Snapshotted)
+    assert restored == Restored("words", 2)  # for the machine, the delay is over
 
 
 def test_a_single_error_is_not_reported() -> None:
