@@ -509,7 +509,7 @@ class Workers:
                     self._tidy(job, partial(self._blobs.delete, key))
 
     def _tidy(self, job: LoneJob, delete: Callable[[], None]) -> None:
-        """Delete garbage. A failure is only logged: the next holder sweeps the folder."""
+        """Delete garbage. A failure is only a warning: the next holder sweeps the folder."""
         try:
             delete()
         except (OSError, OperatorError) as error:
@@ -539,6 +539,8 @@ class Workers:
         job.attempts += 1
         with self._lock:
             is_over = self._is_closing
+            trouble = self._troubles.setdefault(job.task, Trouble("blobs", job.task))
+        trouble.begins(f"{type(job.work).__name__.lower()}: {error}")
         self._complain(job, error, "giving up, the server is stopping" if is_over else "will retry")
         if not is_over:
             if job.attempts >= TOLD_FROM:
@@ -564,9 +566,7 @@ class Workers:
     def _complain(self, job: LoneJob, error: OSError | OperatorError, then: str) -> None:
         with self._lock:
             self.counters.storage_errors += 1
-            trouble = self._troubles.setdefault(job.task, Trouble("blobs", job.task))
         kind = type(job.work).__name__
-        trouble.begins(f"{kind.lower()}: {error}")
         hint = error.hint if isinstance(error, PapayaError) else "check the disk"
         logger.warning("%s of %s: %s; %s (hint: %s)", kind, job.task, error, then, hint)
 

@@ -42,6 +42,10 @@ from tests.unit.server.worker_builders import (
 FULL = OperatorError("cannot write the blob: the disk is full", hint="make room")
 
 
+def events(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message.split()[0] for record in caplog.records if record.name == "papaya"]
+
+
 def test_a_full_disk_is_tried_again_and_holds_up_no_fold(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -55,13 +59,14 @@ def test_a_full_disk_is_tried_again_and_holds_up_no_fold(
         await driver.until(Snapshotted)
         await driver.workers.drain()
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         driver = run(test, blobs)
     [snapshotted] = driver.of(Snapshotted)
     assert the_sum(blobs, snapshotted) == [1, 2, 3, 4]
     assert driver.workers.counters.storage_errors == 3
     assert len(driver.of(Folded)) == 2
     assert "the disk is full; will retry (hint: make room)" in caplog.text
+    assert events(caplog) == ["storage_failed", "storage_recovered"]
 
 
 def test_a_failed_write_is_reported_until_it_succeeds() -> None:
@@ -309,10 +314,12 @@ def test_what_cannot_be_deleted_holds_nothing_up(caplog: pytest.LogCaptureFixtur
         driver.fold(WORDS, "a", [1, 2, 3, 4])
         driver.workers.perform(SNAPSHOT)
 
-    driver = run(test, Stubborn(WORDS))
+    with caplog.at_level(logging.INFO):
+        driver = run(test, Stubborn(WORDS))
     assert [type(told) for told in driver.told] == [Restored, Folded, Snapshotted]
     assert driver.workers.counters.storage_errors == 3
-    assert "not deleted" in caplog.text
+    assert caplog.text.count("not deleted") == 3
+    assert events(caplog) == []  # webhooks would post the first
 
 
 def test_a_result_that_cannot_be_delivered_does_not_take_the_others_with_it(
