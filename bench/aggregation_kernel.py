@@ -41,6 +41,7 @@ from papaya.messages.participation import SecureOffer
 from papaya.secagg.parameters import EXTRA_WORDS, PublicParameters
 from papaya.secagg.unmask import TakeBlock
 from papaya.secagg.words import WORD
+from papaya.server.workers import FreeShards
 
 MODEL_BYTES = 20 << 20
 CHUNK_BYTES = 1 << 20
@@ -160,7 +161,7 @@ def bench_fold(uploads: list[UploadChunks], updates: list[Vector], kernel: Kerne
     given = list(zip(works, uploads, strict=True))
     shards = Shards(kernel=kernel)
     require(
-        all(folded.refused is None for folded in shards.fold_all(given, 0)),
+        all(folded.refused is None for folded in shards.fold_all(given)),
         "an update was refused",
     )
     snapshotted, [(_, blob)] = shards.snapshot(Snapshot("bench", 1, (1,)))
@@ -174,7 +175,7 @@ def bench_fold(uploads: list[UploadChunks], updates: list[Vector], kernel: Kerne
             read_eight(*together)
 
     read_s, one_s, eight_s = best_s(
-        read, lambda: shards.fold_all(given[:1], 0), lambda: shards.fold_all(given, 0)
+        read, lambda: shards.fold_all(given[:1]), lambda: shards.fold_all(given)
     )
     for name, each_s in (("alone", one_s), ("eight together", eight_s / STREAMS)):
         ratio = each_s / (read_s / STREAMS)
@@ -211,35 +212,34 @@ def bench_masked_folds(uploads: list[UploadChunks]) -> None:
     masked = [{**upload, MODEL_BYTES: memoryview(extra)} for upload in uploads]
     works = [Fold(MASKED, 1, 1, f"s{i}", 1, 0, offer=i) for i in range(STREAMS)]
     given = list(zip(works, masked, strict=True))
-    shards = Shards(2, lock=Lock, tsa=NoTsa())
+    shards = Shards(2, lock=Lock, take_shard=FreeShards(2), tsa=NoTsa())
     half = STREAMS // 2
     totals = [np.zeros(LENGTH, WORD) for _ in range(2)]
     words = [[np.frombuffer(chunk, WORD) for chunk in upload.values()] for upload in uploads]
 
-    def fold(shard: int, some: slice) -> None:
-        folded = shards.fold_all(given[some], shard)
+    def fold(_: int, some: slice) -> None:
+        folded = shards.fold_all(given[some])
         require(all(each.refused is None for each in folded), "a masked update was refused")
 
-    def add(shard: int, some: slice) -> None:
+    def add(thread: int, some: slice) -> None:
         for pieces in words[some]:
             for start, piece in enumerate(pieces):
-                part = totals[shard][start * piece.size :][: piece.size]
+                part = totals[thread][start * piece.size :][: piece.size]
                 np.add(part, piece, out=part)
 
     first, second, everything = slice(half), slice(half, None), slice(None)
-    fold(0, first)
-    fold(1, second)
-    snapshotted, [(_, blob)] = shards.snapshot(Snapshot("bench", 1, (1,)))
-    found = MaskedSum.decode(blob, LENGTH + EXTRA_WORDS)
-    expected = sum(np.concatenate(pieces) for pieces in words)
-    require(np.array_equal(found.vector[:LENGTH], expected), "the masked sum of two threads")
-    require(snapshotted.sums[0].weight == STREAMS, "the number of masked updates")
     with ThreadPoolExecutor(2) as threads:
 
         def by_two(work: Callable[[int, slice], None]) -> None:
             for done in [threads.submit(work, 0, first), threads.submit(work, 1, second)]:
                 done.result()
 
+        by_two(fold)
+        snapshotted, [(_, blob)] = shards.snapshot(Snapshot("bench", 1, (1,)))
+        found = MaskedSum.decode(blob, LENGTH + EXTRA_WORDS)
+        expected = sum(np.concatenate(pieces) for pieces in words)
+        require(np.array_equal(found.vector[:LENGTH], expected), "the masked sum of two threads")
+        require(snapshotted.sums[0].weight == STREAMS, "the number of masked updates")
         one_s, two_s, bare_one_s, bare_two_s = best_s(
             lambda: fold(0, everything),
             lambda: by_two(fold),

@@ -154,11 +154,9 @@ def initial_blobs(config: TaskConfig, vector: parameters.Vector) -> NewBlobs:
     ]
 
 
-def _always(shard: int) -> TakeShard:
-    return lambda: nullcontext(shard)
-
-
-_FIRST = _always(0)  # for one thread
+def _take_first() -> AbstractContextManager[int]:
+    """For one thread."""
+    return nullcontext(0)
 
 
 def _let_go(data: BytesLike) -> None:
@@ -285,7 +283,7 @@ class Shards:
         *,
         kernel: Kernel = NUMPY,
         lock: TakeLock = nullcontext,
-        take_shard: TakeShard = _FIRST,
+        take_shard: TakeShard = _take_first,
         take_place: TakeLock = nullcontext,
         release: Callable[[BytesLike], object] = _let_go,
         tsa: Tsa | None = None,
@@ -340,27 +338,21 @@ class Shards:
 
     # -- sums -------------------------------------------------------------------------------
 
-    def fold(self, work: Fold, shard: int | None = None) -> Folded:
+    def fold(self, work: Fold) -> Folded:
         """Fold the upload that is in the table."""
-        [folded] = self.fold_all([(work, self.take(work))], shard)
+        [folded] = self.fold_all([(work, self.take(work))])
         return folded
 
-    def fold_all(
-        self, given: Sequence[tuple[Fold, UploadChunks]], shard: int | None = None
-    ) -> list[Folded]:
-        """Fold uploads into one buffer. Checks all of them first, so that adding cannot fail.
-
-        `shard`: add them to this one, without taking it.
-        """
+    def fold_all(self, given: Sequence[tuple[Fold, UploadChunks]]) -> list[Folded]:
+        """Fold uploads into one buffer. Checks all of them first, so that adding cannot fail."""
         first = given[0][0]
-        take = self._take_shard if shard is None else _always(shard)
         try:
             if first.config.secure_aggregation is None:
-                with take() as taken:
-                    return self._add(first, self._check(given), taken)
+                with self._take_shard() as shard:
+                    return self._add(first, self._check(given), shard)
             checked = self._check(given)  # asks the TSA
-            with take() as taken:
-                return self._add(first, checked, taken)
+            with self._take_shard() as shard:
+                return self._add(first, checked, shard)
         finally:
             for _, upload in given:
                 self.release(upload)

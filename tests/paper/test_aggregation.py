@@ -20,6 +20,7 @@ from tests.unit.aggregator.builders import (
     a_world,
     an_async_task,
     chunks_of,
+    in_turn,
     make_version,
 )
 
@@ -118,12 +119,12 @@ def test_intermediate_aggregates_are_chosen_by_thread_and_combined_at_the_goal(s
     model updates reaches the aggregation goal, the final aggregation is performed".
     """
     config = an_async_task(10, concurrency=10)
-    work = Shards(shards)
+    work = Shards(shards, take_shard=in_turn(i * 7 % shards for i in range(shards)))
     expected = WeightedSum.zero(MODEL_LENGTH)
     for i in range(10):
         for index, piece in enumerate(chunks_of((i, 1, -i, 2), 8)):
             work.keep(Keep(TASK, f"s{i}", 8 * index, piece, config.model_bytes))
-        folded = work.fold(Fold(config, 1, 1, f"s{i}", 1 + i % 3, 0), shard=i * 7 % shards)
+        folded = work.fold(Fold(config, 1, 1, f"s{i}", 1 + i % 3, 0))
         assert folded.refused is None
         expected.add(np.array((i, 1, -i, 2), FLOAT32), 1 + i % 3, 0)
     snapshotted, [(key, blob)] = work.snapshot(Snapshot(TASK, 1, (1,)))

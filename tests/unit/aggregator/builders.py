@@ -8,7 +8,9 @@ machine's own `check()` runs, and no request may be answered twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 from zlib import crc32
 
@@ -17,7 +19,7 @@ import numpy as np
 from papaya.aggregator import work
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.held_task import HeldTask
-from papaya.aggregator.shards import NewBlobs, Shards, initial_blobs
+from papaya.aggregator.shards import NewBlobs, Shards, TakeShard, initial_blobs
 from papaya.config import AsyncFL, OptimizerConfig, ServerConfig, SyncFL, TaskConfig
 from papaya.errors import MissingBlob
 from papaya.learning import parameters
@@ -417,6 +419,23 @@ def chunks_of(values: Sequence[float], chunk_bytes: int) -> list[bytes]:
     vector[: len(values)] = values
     data = vector.tobytes()
     return [data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes)]
+
+
+def in_turn(shards: Iterable[int]) -> TakeShard:
+    """Takes each of these shards as often as the others. No two threads have the same one."""
+    free: SimpleQueue[int] = SimpleQueue()
+    for number in shards:
+        free.put(number)
+
+    @contextmanager
+    def take_shard() -> Iterator[int]:
+        number = free.get()
+        try:
+            yield number
+        finally:
+            free.put(number)
+
+    return take_shard
 
 
 def a_world(

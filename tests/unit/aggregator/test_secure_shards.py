@@ -38,7 +38,7 @@ from papaya.messages.storage import Member, RecordRow, VersionRow
 from papaya.secagg.words import RING_16, WORD
 from papaya.server.workers import FreeShards
 from papaya.sim.tsa_twin import TsaTwin, sealed
-from tests.unit.aggregator.builders import MODEL_LENGTH, TASK
+from tests.unit.aggregator.builders import MODEL_LENGTH, TASK, in_turn
 from tests.unit.aggregator.secure_builders import CLIP, MAX_EXAMPLES, STEP, a_secure_task, mean_of
 
 SEQ, TARGET = 1, 1
@@ -79,7 +79,8 @@ class Aggregation:
 
     def crash(self) -> None:
         """All that is in the memory of the aggregator is gone."""
-        self.shards = Shards(self.count, lock=Lock, tsa=self.tsa.adapter)
+        take_shard = in_turn(range(self.count))
+        self.shards = Shards(self.count, lock=Lock, take_shard=take_shard, tsa=self.tsa.adapter)
 
     def seal(self, session: str, *values: float, examples: int = MAX_EXAMPLES) -> Sealed:
         """What one device sends, and its place in a record."""
@@ -101,10 +102,10 @@ class Aggregation:
         self.members[session] = Member(session, 0, 0, 1, 100.0, offer.index)
         return sealed(Seal(TASK, secure, vector.tobytes(), examples, 0, 0), 0.0, self.rng)
 
-    def fold(self, session: str, done: Sealed, target: int = TARGET, shard: int = 0) -> Folded:
+    def fold(self, session: str, done: Sealed, target: int = TARGET) -> Folded:
         offer = self.members[session].offer
         work = Fold(self.config, SEQ, target, session, 1, 0, offer, done.sealed)
-        [folded] = self.shards.fold_all([(work, {0: done.update})], shard)
+        [folded] = self.shards.fold_all([(work, {0: done.update})])
         return folded
 
     def record(self, target: int = TARGET) -> RecordRow:
@@ -156,7 +157,7 @@ def test_the_step_is_that_of_the_clients_whatever_was_cut_when(
     aggregation = Aggregation(a_secure_task(len(clients)), shards=3)
     for number, (values, examples) in enumerate(clients):
         done = aggregation.seal(f"s{number}", *values, examples=examples)
-        assert aggregation.fold(f"s{number}", done, shard=number % 3).refused is None
+        assert aggregation.fold(f"s{number}", done).refused is None
         if number == cut_after:
             aggregation.record()
     weights = [min(examples, MAX_EXAMPLES) / MAX_EXAMPLES for _, examples in clients]
@@ -174,10 +175,7 @@ def test_many_threads_fold_at_once_and_a_snapshot_comes_between() -> None:
     records = []
     with ThreadPoolExecutor(workers) as threads:
         for half in halves:
-            jobs = [
-                threads.submit(aggregation.fold, session, done, TARGET, number % workers)
-                for number, (session, done) in enumerate(half)
-            ]
+            jobs = [threads.submit(aggregation.fold, session, done) for session, done in half]
             assert all(job.result().refused is None for job in jobs)
             records.append(aggregation.record())
     first, record = records
@@ -382,7 +380,7 @@ def test_a_refused_seed_reaches_no_sum_and_its_neighbours_do() -> None:
         for s, d in given
     ]
     folded = aggregation.shards.fold_all(
-        [(work, {0: done.update}) for work, (_, done) in zip(works, given, strict=True)], 0
+        [(work, {0: done.update}) for work, (_, done) in zip(works, given, strict=True)]
     )
     assert [found.refused for found in folded] == [None, "seed_refused", None]
     record = aggregation.record()
@@ -457,5 +455,5 @@ def test_an_aggregator_without_a_tsa_says_so() -> None:
     offered = Shards().get_offers(GetOffers(config, SEQ, 8))
     assert offered.problem == "this server has no TSA"
     work = Fold(config, SEQ, TARGET, "a", 1, 0, 0, bytes(64))
-    [folded] = Shards().fold_all([(work, {0: bytes(config.update_bytes)})], 0)
+    [folded] = Shards().fold_all([(work, {0: bytes(config.update_bytes)})])
     assert folded.refused == "trusted_party_lost"

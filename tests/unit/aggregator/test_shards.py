@@ -28,7 +28,7 @@ from papaya.learning.kernels import NUMPY, Kernel, compiled
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.weighting import BytesLike, WeightedSum
 from papaya.messages.storage import Member, RecordRow, VersionRow
-from tests.unit.aggregator.builders import MODEL_LENGTH, TASK, an_async_task, chunks_of
+from tests.unit.aggregator.builders import MODEL_LENGTH, TASK, an_async_task, chunks_of, in_turn
 
 CONFIG = an_async_task(100, concurrency=100)
 
@@ -85,7 +85,7 @@ def test_chunks_are_kept_as_they_are_and_released_when_they_are_folded() -> None
     taken = shards.take(a_fold("a"))
     assert [id(data) for data in taken.values()] == [id(data) for data in pool.kept]
     assert pool.back == []
-    assert shards.fold_all([(a_fold("a"), taken)], 0) == [Folded(TASK, 1, 1, "a")]
+    assert shards.fold_all([(a_fold("a"), taken)]) == [Folded(TASK, 1, 1, "a")]
     assert pool.holds() == 0
 
 
@@ -125,7 +125,7 @@ def test_an_upload_with_a_hole_never_reaches_a_sum(missing: int) -> None:
         (a_fold("nothing"), {}),
         (a_fold("whole"), shards.take(a_fold("whole"))),
     ]
-    refused = [folded.refused for folded in shards.fold_all(given, 0)]
+    refused = [folded.refused for folded in shards.fold_all(given)]
     assert refused == ["wrong_size", "wrong_size", None]
     total, sessions = the_sum(shards)
     assert total.vector.tolist() == [1, 1, 1, 1]
@@ -146,7 +146,7 @@ def test_what_is_refused_leaves_the_others_of_its_pass_alone() -> None:
     for session, values in updates.items():
         keep(shards, session, values, pool)
     works = [a_fold(session, config=config) for session in updates]
-    found = shards.fold_all([(work, shards.take(work)) for work in works], 0)
+    found = shards.fold_all([(work, shards.take(work)) for work in works])
     assert [folded.session for folded in found] == list(updates)
     assert [folded.refused for folded in found] == [None, "not_finite", "over_norm", None]
     total, sessions = the_sum(shards)
@@ -180,16 +180,16 @@ def test_an_update_over_the_clip_is_clipped_if_that_is_the_rule() -> None:
 
 
 def test_a_cut_stands_still_while_later_updates_are_folded() -> None:
-    shards, pool = Shards(2), Released()
+    shards, pool = Shards(2, take_shard=in_turn((0, 1))), Released()
     keep(shards, "a", (1, 0, 0, 0), pool)
     keep(shards, "b", (0, 2, 0, 0), pool)
-    shards.fold(a_fold("a"), shard=0)
-    shards.fold(a_fold("b"), shard=1)
+    shards.fold(a_fold("a"))
+    shards.fold(a_fold("b"))
     cut = shards.cut(Snapshot(TASK, 1, (1,)))
     snapshotted, [(key, pieces)] = shards.encode(cut)
-    for shard in (0, 1):
-        keep(shards, f"late-{shard}", (5, 5, 5, 5), pool)
-        shards.fold(a_fold(f"late-{shard}"), shard)
+    for late in ("late-0", "late-1"):
+        keep(shards, late, (5, 5, 5, 5), pool)
+        shards.fold(a_fold(late))
     blob = b"".join(pieces)
     assert key == blob_key(TASK, 1, "sum-1-2", blob)
     assert WeightedSum.decode(blob, MODEL_LENGTH).vector.tolist() == [1, 2, 0, 0]
@@ -201,11 +201,11 @@ def test_a_cut_stands_still_while_later_updates_are_folded() -> None:
 
 
 def test_a_shard_begins_at_zero_again_in_the_same_memory_after_each_cut() -> None:
-    shards, pool = Shards(2), Released()
+    shards, pool = Shards(2, take_shard=in_turn((1,))), Released()
     memory = set()
     for turn in range(4):
         keep(shards, f"s{turn}", (1, 2, 3, 4), pool)
-        shards.fold(a_fold(f"s{turn}"), shard=1)
+        shards.fold(a_fold(f"s{turn}"))
         [used] = [part for part in shards._buffers[TASK, 1][1]._shards if part is not None]  # type: ignore[union-attr]
         memory.add(used.vector.ctypes.data)
         total, _ = the_sum(shards)
@@ -214,14 +214,14 @@ def test_a_shard_begins_at_zero_again_in_the_same_memory_after_each_cut() -> Non
 
 
 def test_the_memory_that_is_kept_after_cuts_does_not_grow_with_the_number_of_tasks() -> None:
-    shards, pool = Shards(2), Released()
+    shards, pool = Shards(2, take_shard=in_turn((0, 1))), Released()
     seen: list[weakref.ref[Any]] = []
     for task in (f"task-{number}" for number in range(5)):
         config = replace(CONFIG, task=task)
-        for shard in (0, 1, 0, 1):
+        for _ in range(4):
             session = f"{task}-{len(seen)}"
             keep(shards, session, (1, 2, 3, 4), pool, task=task)
-            shards.fold(a_fold(session, config=config), shard)
+            shards.fold(a_fold(session, config=config))
             [used] = [part for part in shards._buffers[task, 1][1]._shards if part is not None]  # type: ignore[union-attr]
             seen.append(weakref.ref(used.vector))
             del used
@@ -387,19 +387,19 @@ def test_every_buffer_comes_back_once(steps: list[tuple[str, str, int]]) -> None
 def test_cuts_among_threads_hold_whole_updates_and_their_sessions(threads: int) -> None:
     """Each update is its own power of two, so that a sum names its members."""
     rounds, count = 10, 16
-    shards = Shards(threads, lock=Lock)
+    shards = Shards(threads, lock=Lock, take_shard=in_turn(range(threads)))
 
-    def fold(shard: int, target: int, members: range) -> None:
+    def fold(target: int, members: range) -> None:
         for i in members:
             [piece] = chunks_of([2**i] * MODEL_LENGTH, 16)
-            assert shards.fold_all([(a_fold(str(i), target), {0: piece})], shard)
+            assert shards.fold_all([(a_fold(str(i), target), {0: piece})])
 
     for target in range(1, rounds + 1):
-        shards.fold_all([(a_fold("0", target), {0: chunks_of([1] * MODEL_LENGTH, 16)[0]})], 0)
+        shards.fold_all([(a_fold("0", target), {0: chunks_of([1] * MODEL_LENGTH, 16)[0]})])
         with ThreadPoolExecutor(threads) as pool:
             jobs = [
-                pool.submit(fold, shard, target, range(1 + shard, count, threads))
-                for shard in range(threads)
+                pool.submit(fold, target, range(first, count, threads))
+                for first in range(1, 1 + threads)
             ]
             cuts = [the_sum(shards, target) for _ in range(5)]
             for job in jobs:

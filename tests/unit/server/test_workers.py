@@ -270,7 +270,7 @@ def test_shards_for_threads_use_the_fastest_kernel_and_return_buffers() -> None:
     assert view is not None
     view[:] = np.ones(LENGTH, FLOAT32).tobytes()
     fold = Fold(WORDS, 1, 1, "a", 1, 0)
-    assert shards.fold_all([(fold, {0: view})], 2)[0].refused is None
+    assert shards.fold_all([(fold, {0: view})])[0].refused is None
     assert pool.free == 1
     assert shards.count == 3
     assert shards._kernel is fastest()
