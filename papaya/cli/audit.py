@@ -4,9 +4,9 @@ Each release is rebuilt from its revision and compared with its record. `--sourc
 clone for this: a folder or this installation may hold the same sources, but nothing shows which
 revision they are, and the record of a demonstration names none. Exits with 2 if the log cannot be
 reached, if there is none at the address, or if an option is wrong; with 3 if a step failed, also if
-the clone lacks a revision; with 4 if a step was not done and the auditor did not ask to skip it. A
-step that is skipped is something that the auditor trusts instead of checking, and the output says
-what.
+the clone lacks a revision or a dependency has another hash; with 4 if a step was not done and the
+auditor did not ask to skip it. A step that is skipped is something that the auditor trusts instead
+of checking, and the output says what. A step that failed cannot be skipped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from papaya.cli.output import (
 )
 from papaya.cli.tsa import (
     NoGit,
-    NoWheels,
+    WrongWheel,
     artifact_hash,
     build,
     from_folder,
@@ -254,7 +254,9 @@ def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
             raise CannotBuild(f"{where} gives {gives}, but {why}")
         try:
             build(read, wheels)
-        except NoWheels as error:
+        except WrongWheel as error:
+            return Built(found, wrong_dependency=f"{error}; {error.hint}")
+        except OperatorError as error:  # no wheels, or git failed meanwhile
             return Built(found, str(error))
         return Built(found)
 

@@ -9,8 +9,9 @@ a folder that has them. The artifact is one zip file with the same bytes whereve
     wheels/…              its dependencies, as they were published
 
 Files are stored in the order of their names, with one fixed time and mode. Wheels come from pip
-with `--require-hashes`, or from a folder; a file with another hash is refused. A revision of a git
-repository can be built without checking it out, which is how an audit rebuilds old releases.
+with `--require-hashes`, or from a folder; a file with another hash is refused, with an error of its
+own, because an audit must not mistake it for a failed download. A revision of a git repository can
+be built without checking it out, which is how an audit rebuilds old releases.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from papaya.cli.output import (
 )
 from papaya.errors import OperatorError
 from papaya.tsa.measurement import (
+    LOCK,
     MANIFEST,
     WHEELS,
     EnclaveLock,
@@ -50,12 +52,19 @@ from papaya.tsa.measurement import (
 _TIME = (1980, 1, 1, 0, 0, 0)
 _MODE = 0o100644 << 16
 _UNIX = 3
+_PIP_MISMATCH = "DO NOT MATCH THE HASHES"  # in pip's message, and nothing else tells it apart
 
 
 class NoWheels(OperatorError):
     """The dependencies could not be downloaded."""
 
     default_hint = "download them where there is a network, then: papaya tsa build --wheels DIR"
+
+
+class WrongWheel(OperatorError):
+    """A dependency does not have the hash in the lock."""
+
+    default_hint = "download it again; if the hash is still different, do not trust these sources"
 
 
 class NoGit(OperatorError):
@@ -215,7 +224,10 @@ def artifact_hash(read: ReadSource) -> str:
 
 
 def build(read: ReadSource, wheels: Path | None = None) -> bytes:
-    """The artifact's bytes. Without the folder `wheels`, the dependencies are downloaded."""
+    """The artifact's bytes. Without the folder `wheels`, the dependencies are downloaded.
+
+    Raises `WrongWheel` if a dependency has another hash, `NoWheels` if one could not be had.
+    """
     listed = checked_manifest(read)
     lock = read_lock(read)
     with tempfile.TemporaryDirectory(prefix="papaya-wheels-") as scratch:
@@ -223,26 +235,40 @@ def build(read: ReadSource, wheels: Path | None = None) -> bytes:
         if folder is None:
             folder = Path(scratch)
             _download(lock, folder)
+        dependencies = _read_wheels(lock, folder)
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
             _store(archive, MANIFEST, listed)
             for line in listed.decode().splitlines():
                 expected, _, path = line.partition("  ")
-                data = _content(path, read, folder)
+                data = dependencies[path] if path in dependencies else read(path)
                 if hashlib.sha256(data).hexdigest() != expected:
                     message = f"{path} does not have the SHA-256 {expected}"
-                    raise OperatorError(message, hint="the file was changed: download it again")
+                    raise OperatorError(message, hint="the file has just changed: build again")
                 _store(archive, path, data)
     return buffer.getvalue()
 
 
-def _content(path: str, read: ReadSource, wheels: Path) -> bytes:
-    if not path.startswith(f"{WHEELS}/"):
-        return read(path)
-    try:
-        return (wheels / path.removeprefix(f"{WHEELS}/")).read_bytes()
-    except OSError as error:
-        raise NoWheels(f"{path} is not in {wheels}") from error
+def _read_wheels(lock: EnclaveLock, folder: Path) -> dict[str, bytes]:
+    """By path in the artifact. Reads all, because a missing one must not hide a wrong one."""
+    found: dict[str, bytes] = {}
+    missing: list[str] = []
+    for wheel in lock.wheels:
+        path = f"{WHEELS}/{wheel.file}"
+        try:
+            data = (folder / wheel.file).read_bytes()
+        except OSError:
+            missing.append(path)
+            continue
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != wheel.sha256:
+            raise WrongWheel(
+                f"{path} does not have the SHA-256 in {LOCK}: expected {wheel.sha256}, got {digest}"
+            )
+        found[path] = data
+    if missing:
+        raise NoWheels(f"not in {folder}: {', '.join(missing)}")
+    return found
 
 
 def _store(archive: zipfile.ZipFile, path: str, data: bytes) -> None:
@@ -267,7 +293,12 @@ def _download(lock: EnclaveLock, folder: Path) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     except subprocess.CalledProcessError as error:
-        last = (error.stderr or "").strip().splitlines()[-1:] or ["pip gave no reason"]
+        stderr = error.stderr or ""
+        _, mismatch, details = stderr.partition(_PIP_MISMATCH)
+        if mismatch:
+            files = " ".join(details.partition("\n")[2].split())
+            raise WrongWheel(f"pip got another SHA-256 than is in {LOCK}: {files}") from error
+        last = stderr.strip().splitlines()[-1:] or ["pip gave no reason"]
         raise NoWheels(
             f"pip could not download the dependencies of the enclave: {last[0]}"
         ) from error

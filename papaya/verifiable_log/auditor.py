@@ -42,10 +42,15 @@ class NoSource(Exception):
 
 @dataclass(frozen=True)
 class Built:
-    """The hash of a built artifact. `without_dependencies`: why they were not checked, if so."""
+    """The hash of a built artifact.
+
+    `without_dependencies`: why they were not checked, if so. `wrong_dependency`: which one does not
+    have its hash, if so.
+    """
 
     artifact: str
     without_dependencies: str = ""
+    wrong_dependency: str = ""
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,10 @@ def _compared(record: Record, built: Built, index: int) -> Iterator[AuditStep]:
     else:
         detail = f"the source gives {built.artifact}, the record says {record.artifact}"
         yield AuditStep("rebuild", "failed", detail, index)
-    if built.without_dependencies:
+    # The operator of the log chooses the hashes in the lock: a wrong one is a finding.
+    if built.wrong_dependency:
+        yield AuditStep("dependencies", "failed", built.wrong_dependency, index)
+    elif built.without_dependencies:
         yield AuditStep("dependencies", "not done", built.without_dependencies, index)
     else:
         yield AuditStep(

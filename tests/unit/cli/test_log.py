@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import socket
 import ssl
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from papaya.cli import audit
 from papaya.cli.log import log
 from papaya.cli.log.source import LogRefused, LogUnreachable
-from papaya.cli.tsa import from_folder
+from papaya.cli.tsa import NoGit, from_folder
 from papaya.errors import OperatorError, ProtocolError
 from papaya.server.public_log import own_record
 from papaya.tsa.measurement import measure
@@ -22,7 +23,7 @@ from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import SignerKey
 from papaya.verifiable_log.record import NO_REVISION, Record
 from tests.system.tls import make_certificates
-from tests.unit.cli.enclave_sources import commit, make_sources, make_wheels
+from tests.unit.cli.enclave_sources import WHEEL, commit, make_sources, make_wheels
 from tests.unit.verifiable_log.hosts import serving
 
 REPOSITORY = "https://example.org/papaya"
@@ -380,7 +381,8 @@ def skipping(*steps: str) -> list[str]:
     return [word for step in steps for word in ("--skip", step)]
 
 
-def test_an_audit_finds_a_binary_that_the_source_does_not_give(world: World) -> None:
+def append_another_binary(world: World) -> None:
+    """A good record 0, and a record 1 whose source gives another artifact."""
     make_sources(world.clone, "what was published\n")
     published = commit(world.clone)
     make_sources(world.clone, "what was run\n")
@@ -390,6 +392,10 @@ def test_an_audit_finds_a_binary_that_the_source_does_not_give(world: World) -> 
     world.append()
     entry = LogFolder(world.log).fetch("tile/entries/000.p/1")[2:]
     LogFolder(world.log).append([entry.replace(world.revision.encode(), published.encode())], key)
+
+
+def test_an_audit_finds_a_binary_that_the_source_does_not_give(world: World) -> None:
+    append_another_binary(world)
     with pytest.raises(ProtocolError, match="1 step of the audit failed"):
         world.read("audit", "--source", world.clone, "--wheels", world.wheels)
     steps = msgspec.json.decode(world.captured.out)
@@ -557,6 +563,84 @@ def test_an_audit_without_dependencies_says_so(world: World) -> None:
     steps = world.read("audit", *options, *skipped)
     assert outcomes(steps)["rebuild"] == "passed"
     assert outcomes(steps)["dependencies"] == "not done"
+
+
+@pytest.mark.parametrize("allowed", [(), ("--skip", "dependencies")])
+def test_an_audit_fails_for_a_wheel_with_another_hash_and_prints_every_step(
+    world: World, allowed: tuple[str, ...]
+) -> None:
+    """The operator of the log chooses the hash in the lock: that of a wheel with a trojan must not
+    hide what failed in other records.
+    """
+    append_another_binary(world)
+    (world.wheels / WHEEL).write_bytes(b"not the wheel in the lock")
+    with pytest.raises(ProtocolError, match="3 steps of the audit failed") as caught:
+        world.read("audit", "--source", world.clone, "--wheels", world.wheels, *allowed)
+    assert caught.value.exit_code == 3
+    steps = msgspec.json.decode(world.captured.out)
+    assert [(step["index"], step["name"], step["outcome"]) for step in steps] == [
+        (None, "checkpoint", "passed"),
+        (None, "witnesses", "not done"),
+        (None, "consistency", "not done"),
+        (None, "entries", "passed"),
+        (0, "record", "passed"),
+        (0, "rebuild", "passed"),
+        (0, "dependencies", "failed"),
+        (1, "record", "passed"),
+        (1, "rebuild", "failed"),
+        (1, "dependencies", "failed"),
+    ]
+    assert f"wheels/{WHEEL} does not have the SHA-256" in steps[-1]["detail"]
+    assert "download it again" in steps[-1]["detail"]
+
+
+PIP_MISMATCH = """\
+WARNING: Retrying (Retry(total=4)) after connection broken
+ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE. If you have updated the \
+package versions, please update the hashes. Otherwise, examine the package contents carefully; \
+someone may have tampered with them.
+    nosuchthing==1.0 from https://example.org/nosuchthing-1.0-py3-none-any.whl (from -r \
+/tmp/papaya-wheels-0/requirements.txt (line 1)):
+        Expected sha256 5012353aa6a0734b468ac4dcad5b802e70382f41303f87cfe89d223e3a6be654
+             Got        1d7a363ce12430881ec56c9cf1409c49c491043618e598c356e2959040872f5a
+
+"""
+
+
+@pytest.mark.parametrize("allowed", [(), ("--skip", "dependencies")])
+def test_an_audit_fails_if_pip_downloads_a_wheel_with_another_hash(
+    world: World, monkeypatch: pytest.MonkeyPatch, allowed: tuple[str, ...]
+) -> None:
+    """Before, the step was `not done`, and an audit that skipped it exited with 0."""
+    world.append()
+    pip = world.folder / "python-with-pip"
+    pip.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{PIP_MISMATCH}END\nexit 1\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    skipped = skipping("witnesses", "consistency")
+    with pytest.raises(ProtocolError, match="1 step of the audit failed"):
+        world.read("audit", "--source", world.clone, *skipped, *allowed)
+    steps = msgspec.json.decode(world.captured.out)
+    assert outcomes(steps)["rebuild"] == "passed"
+    [failed] = [step for step in steps if step["outcome"] == "failed"]
+    assert (failed["name"], failed["index"]) == ("dependencies", 0)
+    assert "nosuchthing==1.0 from https://example.org/" in failed["detail"]
+    assert "Got 1d7a363ce124" in failed["detail"]
+    assert "\n" not in failed["detail"]
+
+
+def test_an_audit_goes_on_if_git_fails_during_a_build(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(read: object, wheels: object) -> bytes:
+        raise NoGit("cannot run git: too many processes")
+
+    world.append()
+    monkeypatch.setattr(audit, "build", build)
+    with pytest.raises(audit.NotChecked, match=r"did not check: .*dependencies"):
+        world.read("audit", "--source", world.clone, "--wheels", world.wheels)
+    steps = outcomes(msgspec.json.decode(world.captured.out))
+    assert (steps["rebuild"], steps["dependencies"]) == ("passed", "not done")
 
 
 def test_an_audit_prints_its_steps_for_people(world: World) -> None:

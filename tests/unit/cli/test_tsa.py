@@ -15,7 +15,7 @@ import pytest
 
 from papaya.cli import tsa
 from papaya.cli.serve import ServeOptions, run_tsa
-from papaya.cli.tsa import NoWheels, build, from_folder, from_revision
+from papaya.cli.tsa import NoWheels, WrongWheel, build, from_folder, from_revision
 from papaya.errors import OperatorError
 from papaya.tsa.measurement import measure
 from tests.unit.cli.enclave_sources import (
@@ -105,8 +105,32 @@ def test_a_revision_is_built_without_checking_it_out(
 def test_a_wheel_with_another_hash_is_refused(tmp_path: Path) -> None:
     wheels = make_wheels(tmp_path / "wheels")
     (wheels / WHEEL).write_bytes(WHEEL_BYTES + b"!")
-    with pytest.raises(OperatorError, match="does not have the SHA-256"):
+    with pytest.raises(WrongWheel, match="does not have the SHA-256") as refused:
         build(from_folder(make_sources(tmp_path / "sources")), wheels)
+    assert "download it again" in refused.value.hint
+
+
+def test_a_missing_wheel_does_not_hide_one_with_another_hash(tmp_path: Path) -> None:
+    sources, wheels = make_sources(tmp_path / "sources"), make_wheels(tmp_path / "wheels")
+    (wheels / WHEEL).write_bytes(WHEEL_BYTES + b"!")
+    lock = sources / "papaya/tsa/enclave.toml"
+    missing = 'name = "a"\nversion = "1.0"\nfile = "a-1.0.whl"\n' + f'sha256 = "{"0" * 64}"\n'
+    lock.write_text(f"{lock.read_text()}[[wheels]]\n{missing}")
+    with pytest.raises(WrongWheel, match=WHEEL):
+        build(from_folder(sources), wheels)
+
+
+def test_a_download_with_another_hash_is_not_a_failed_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the real pip, because only its message tells the two apart."""
+    pytest.importorskip("pip")
+    served = make_wheels(tmp_path / "served")
+    (served / WHEEL).write_bytes(WHEEL_BYTES + b"!")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(served))
+    with pytest.raises(WrongWheel, match=r"nosuchthing==1\.0 .* Got [0-9a-f]{64}"):
+        build(from_folder(make_sources(tmp_path / "sources")))
 
 
 def test_without_dependencies_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +140,7 @@ def test_without_dependencies_it_says_so(tmp_path: Path, monkeypatch: pytest.Mon
         build(sources)
     assert "--wheels DIR" in refused.value.hint
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NoWheels, match="is not in"):
+    with pytest.raises(NoWheels, match=f"not in .*empty: wheels/{WHEEL}"):
         build(sources, tmp_path / "empty")
 
 

@@ -116,6 +116,15 @@ def test_a_build_without_dependencies_says_so(tmp_path: Path) -> None:
     assert (step.outcome, step.detail) == ("not done", "no network")
 
 
+def test_a_build_with_a_wrong_dependency_fails(tmp_path: Path) -> None:
+    reader = a_reader(a_log(tmp_path, [a_record().encode()]))
+    built = Built(ARTIFACT, "no network", wrong_dependency="another hash")
+    steps = {step.name: step for step in audit(reader, POLICY, lambda record: built, NOW)}
+    assert steps["rebuild"].outcome == "passed"
+    found = steps["dependencies"]
+    assert (found.outcome, found.detail, found.index) == ("failed", "another hash", 0)
+
+
 def test_a_log_that_does_not_continue_stops_the_audit(tmp_path: Path) -> None:
     seen = a_reader(a_log(tmp_path / "seen", [b"one", b"two"]))
     seen.refresh(NOW)
