@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from threading import Thread
 
@@ -205,6 +206,8 @@ def test_a_name_cannot_be_looked_up_at_a_limit_on_threads(monkeypatch: pytest.Mo
         limits = PeerLimits(max_connections=1, max_waiting=0)
         async with a_server([]) as server, some_connections(limits) as connections:
             address = f"localhost:{server.port}"
+            # Without a thread that is idle since the listener looked up its own address.
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
             with monkeypatch.context() as limit:
                 limit.setattr(Thread, "start", refuse)
                 for _ in range(2):
