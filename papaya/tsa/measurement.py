@@ -65,7 +65,7 @@ class EnclaveLock:
                 tuple(fields["sources"]),
                 tuple(Wheel(**wheel) for wheel in fields["wheels"]),
             )
-        except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise LockError(f"{LOCK} is not a valid lock file: {error}") from error
         lock._check()
         return lock

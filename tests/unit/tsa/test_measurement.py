@@ -109,6 +109,9 @@ LOCK_TEXT = (ROOT / LOCK).read_text()
         ('python = "3.11"', ""),
         ('python = "3.11"', "python = 3.11"),
         ("[[wheels]]", "[[wheels"),
+        ('python = "3.11"', f"python = {'[' * 100_000}"),
+        ('python = "3.11"', f"python = {'9' * 5_000}"),
+        ('python = "3.11"', f"python = '{'x' * 100_000}!'"),
     ],
 )
 def test_locks_that_cannot_be_meant_are_refused(old: str, new: str) -> None:
