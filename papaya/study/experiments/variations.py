@@ -236,7 +236,9 @@ def _panel(title: str, spreads: Sequence[ClaimSpread]) -> charts.SpreadPanel:
     return charts.SpreadPanel(title, rows)
 
 
-_LOSSES: Final = "Losses at a fixed point have no target: they are read after a fifth to all of it."
+_LOSSES: Final = (
+    "For losses at a fixed hour or number of updates, the target is one to five fifths of it."
+)
 
 
 def table(scale: Scale, found: Sequence[TextSpread]) -> str:
