@@ -31,11 +31,16 @@ def has_gpu() -> bool:
 
 
 def moved(value: Any, processor: torch.device) -> Any:
-    """The same value with its tensors on this processor, also those in tuples, lists and dicts."""
+    """The same value with its tensors on this processor, also those in tuples, lists and dicts.
+
+    Objects of other classes stay as they are: their tensors are not looked for.
+    """
     if isinstance(value, torch.Tensor):
         return value.to(processor)
     if isinstance(value, dict):
         return {key: moved(each, processor) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(moved(each, processor) for each in value))
     if type(value) in (tuple, list):
         return type(value)(moved(each, processor) for each in value)
     return value

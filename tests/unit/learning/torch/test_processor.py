@@ -10,7 +10,7 @@ import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -153,16 +153,23 @@ def test_the_fake_gpu_refuses_tensors_of_the_cpu(child: ProcessPoolExecutor) -> 
     assert "(3, 2)" in child.submit(mixed).result()
 
 
+class Lengths(NamedTuple):
+    words: torch.Tensor
+    most: int
+
+
 def where_parts_are() -> list[str]:
-    batch = (torch.zeros(2), [torch.zeros(1)], {"mask": (torch.zeros(1), 5)}, "text", None)
-    first, [second], by_name, *rest = moved(batch, gpu())
+    lengths = Lengths(torch.zeros(1), 7)
+    batch = (torch.zeros(2), [torch.zeros(1)], {"mask": (torch.zeros(1), 5)}, lengths, "text", None)
+    first, [second], by_name, named, *rest = moved(batch, gpu())
     assert rest == ["text", None]
     assert by_name["mask"][1] == 5
-    return [tensor.device.type for tensor in (first, second, by_name["mask"][0])]
+    assert named.most == 7
+    return [tensor.device.type for tensor in (first, second, by_name["mask"][0], named.words)]
 
 
 def test_tensors_inside_of_other_values_are_moved(child: ProcessPoolExecutor) -> None:
-    assert child.submit(where_parts_are).result() == [NAME] * 3
+    assert child.submit(where_parts_are).result() == [NAME] * 4
 
 
 @pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
