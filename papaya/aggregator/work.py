@@ -192,12 +192,12 @@ class Lost(Message, frozen=True):
 class Delayed(Message, frozen=True):
     """A blob cannot be read or written, for example because the disk is full, or no thread can
     start. The driver tries again. An empty reason means that the delay is over. If blobs are the
-    cause, the next result for `seq` that is not Folded or Offered means the same. Owners and
+    cause, the next result for `seq` other than Folded or Offered also ends it. Owners and
     viewers can read the reason.
     """
 
     task: TaskId
-    # The newest one that waits. The work that cannot be done may be an earlier holder's.
+    # Of the newest holder that waits. The work that cannot be done may be an earlier holder's.
     seq: int
     reason: str
     cause: Literal["blobs", "threads"] = "blobs"

@@ -67,7 +67,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--scale",
         choices=SCALES,
-        help="size of the experiments: quick takes 10 to 15 minutes on two cores; deep trains five "
+        help="size of the experiments: quick takes about 10 minutes on two cores; deep trains five "
         "times as long, and takes hours; full is the paper's size and takes days",
     )
     parser.add_argument(

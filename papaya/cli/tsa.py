@@ -52,7 +52,7 @@ from papaya.tsa.measurement import (
 _TIME = (1980, 1, 1, 0, 0, 0)
 _MODE = 0o100644 << 16
 _UNIX = 3
-_PIP_MISMATCH = "DO NOT MATCH THE HASHES"  # in pip's message, and nothing else tells it apart
+_PIP_MISMATCH = "DO NOT MATCH THE HASHES"  # in pip's message, the only sign of a wrong hash
 
 
 class NoWheels(OperatorError):
@@ -226,7 +226,8 @@ def artifact_hash(read: ReadSource) -> str:
 def build(read: ReadSource, wheels: Path | None = None) -> bytes:
     """The artifact's bytes. Without the folder `wheels`, the dependencies are downloaded.
 
-    Raises `WrongWheel` if a dependency has another hash, `NoWheels` if one could not be had.
+    Raises `WrongWheel` if a dependency does not have the hash in the lock, `NoWheels` if one could
+    not be obtained.
     """
     listed = checked_manifest(read)
     lock = read_lock(read)
@@ -244,13 +245,15 @@ def build(read: ReadSource, wheels: Path | None = None) -> bytes:
                 data = dependencies[path] if path in dependencies else read(path)
                 if hashlib.sha256(data).hexdigest() != expected:
                     message = f"{path} does not have the SHA-256 {expected}"
-                    raise OperatorError(message, hint="the file has just changed: build again")
+                    raise OperatorError(
+                        message, hint="the file changed during the build: build again"
+                    )
                 _store(archive, path, data)
     return buffer.getvalue()
 
 
 def _read_wheels(lock: EnclaveLock, folder: Path) -> dict[str, bytes]:
-    """By path in the artifact. Reads all, because a missing one must not hide a wrong one."""
+    """By path in the artifact. Reads all of them: a missing wheel must not hide a wrong one."""
     found: dict[str, bytes] = {}
     missing: list[str] = []
     for wheel in lock.wheels:
@@ -267,7 +270,7 @@ def _read_wheels(lock: EnclaveLock, folder: Path) -> dict[str, bytes]:
             )
         found[path] = data
     if missing:
-        raise NoWheels(f"not in {folder}: {', '.join(missing)}")
+        raise NoWheels(f"missing from {folder}: {', '.join(missing)}")
     return found
 
 
@@ -297,7 +300,9 @@ def _download(lock: EnclaveLock, folder: Path) -> None:
         _, mismatch, details = stderr.partition(_PIP_MISMATCH)
         if mismatch:
             files = " ".join(details.partition("\n")[2].split())
-            raise WrongWheel(f"pip got another SHA-256 than is in {LOCK}: {files}") from error
+            raise WrongWheel(
+                f"pip got a file whose SHA-256 is not the one in {LOCK}: {files}"
+            ) from error
         last = stderr.strip().splitlines()[-1:] or ["pip gave no reason"]
         raise NoWheels(
             f"pip could not download the dependencies of the enclave: {last[0]}"

@@ -95,7 +95,7 @@ class Timeouts:
 
     @property
     def waiting_since(self) -> float:
-        """When the present wait was first noticed."""
+        """When the current wait was first noticed."""
         return self._state_at
 
     def exceeded(self, now: float, progress: RequestProgress) -> str | None:

@@ -19,7 +19,7 @@ class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_connections: int = 20_000  # a further one is answered 503 and closed
     max_connections_per_address: int = 20_000  # IPv6: per /64
-    # Places that are kept free: if fewer are, connections that wait for a request are closed.
+    # Places to keep free: if fewer are free, idle connections are closed, the longest idle first.
     spare: int = 0
     max_head_bytes: int = MAX_HEAD_BYTES
     head_timeout_s: float = 10.0  # from connecting, or from the first byte of a later head

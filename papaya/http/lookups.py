@@ -1,4 +1,4 @@
-"""Looks up names that clients may have chosen, and prepares lookups of all others.
+"""Looks up names that clients may have chosen, and starts the threads that look up all others.
 
 Lookups of names that clients may have chosen have threads of their own, so strangers delay nobody
 else. The threads are daemons: a lookup that hangs does not delay the end of the process.

@@ -170,7 +170,7 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     @property
     def idle_since(self) -> float | None:
-        """None if it has a request, or waits for its first one."""
+        """Since when it waits for a further request; None if it has one, or waits for its first."""
         return self._timeouts.waiting_since if self._state is _IDLE else None
 
     def check_timeouts(self, now: float) -> None:

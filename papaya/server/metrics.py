@@ -86,7 +86,7 @@ _WORK = {
     "snapshots": "Sums made durable.",
     "steps": "Steps of server optimizers.",
     "written_bytes": "Bytes of blobs written.",
-    "storage_errors": "Failed writes and deletions of blobs.",
+    "storage_errors": "Failed reads, writes and deletions of blobs.",
     "lost": "Work lost because of a missing blob or a bug.",
 }
 

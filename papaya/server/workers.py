@@ -509,7 +509,7 @@ class Workers:
                     self._tidy(job, partial(self._blobs.delete, key))
 
     def _tidy(self, job: LoneJob, delete: Callable[[], None]) -> None:
-        """Delete garbage. A failure is only a warning: the next holder sweeps the folder."""
+        """Delete garbage. A failure is only logged: the next holder sweeps the folder."""
         try:
             delete()
         except (OSError, OperatorError) as error:
@@ -557,7 +557,7 @@ class Workers:
         done = "written" if job.is_computed else "read"
         with self._lock:
             job.problem = f"blobs of task {job.task} cannot be {done}"
-            # The job may be an earlier holder's. The newest one waits for it, until Restored.
+            # The job may be an earlier holder's. The newest one waits for it, until its Restored.
             seq = self._order.newest_seq(job.lane)
         if seq:
             delayed = Delayed(job.task, seq, f"blobs cannot be {done}")

@@ -93,7 +93,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
             charts.bars(lab.folder, KEY, "Time to the target", "hours", list(found), bars, papers),
         ),
         notes=(
-            "At least: not within the recorded run.",
+            "“At least”: a recorded run ended before it reached the target.",
             ONE_RATE,
         ),
     )

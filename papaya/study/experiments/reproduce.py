@@ -2,8 +2,8 @@
 
     results = reproduce(["speedup"], QUICK, seeds=[1, 2], folder=Path("runs/reproduce"))
 
-Writes one JSON file and the plots of each experiment, and of all together report.html, verdicts.md
-and numbers.md. Every recorded run is kept in the folder: calling it again goes on from there.
+Writes one JSON file and the plots of each experiment, and report.html, verdicts.md and numbers.md
+for all of them. Every recorded run is kept in the folder: calling it again goes on from there.
 """
 
 from __future__ import annotations

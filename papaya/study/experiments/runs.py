@@ -155,7 +155,7 @@ FULL: Final = Scale(
 SCALES: Final = {scale.name: scale for scale in (QUICK, DEEP, FULL)}
 OVER_SELECTION: Final = 0.3
 HEADLINE: Final[Dialect] = "weak"  # of all experiments but the one on sensitivity
-DEPTH: Final = 0.75  # of the rounds of SyncFL, after which its loss is the target
+DEPTH: Final = 0.75  # share of SyncFL's rounds after which its loss is the target
 _THROUGHPUT: Final = 1.6  # updates per hour of AsyncFL ÷ of SyncFL, as recorded at 130 to 2600
 
 
@@ -291,9 +291,10 @@ def sync_plan(scale: Scale, concurrency: int, seed: int) -> RecordingPlan:
 
 
 def async_plan(scale: Scale, concurrency: int, seed: int, goal: int | None = None) -> RecordingPlan:
-    """As many hours as SyncFL has at this concurrency for the part of its rounds after which the
-    target is set (`DEPTH`): AsyncFL that is not there by then is not faster. In updates, which are
-    counted `_THROUGHPUT` times as often. At the paper's concurrency, enough for Table 1 as well.
+    """About the hours in which SyncFL makes the share `DEPTH` of its rounds at this concurrency,
+    which is when it reaches the target. If AsyncFL has not reached it by then, it is not faster.
+    The length is given in updates, of which AsyncFL counts `_THROUGHPUT` times as many per hour. At
+    the paper's concurrency, the run is long enough for Table 1 as well.
     """
     goal = scale.goal if goal is None else goal
     cohort = sync_plan(scale, concurrency, seed).task.aggregation_goal
@@ -388,8 +389,9 @@ def reached(
 
 
 def met(curve: Curve, loss: float) -> Reached:
-    """Between two judged versions, where a straight line meets the loss. It has to be kept for
-    `STAYS` judged versions: more hours where fewer versions are judged per hour.
+    """When the run reaches the loss, interpolated between two judged versions. The mean over
+    `STAYS` judged versions must be at most the loss. If fewer versions are judged per hour, these
+    are more hours.
     """
     point = curve.reached(loss)
     is_there = point is not None

@@ -90,7 +90,8 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
 
 _NOTES: Final = (
     (
-        "The first figure has every learning claim but those of lstm-speedup. Each mark is one run "
+        "The first figure has every learning claim except those of lstm-speedup and the share of "
+        "small K. Each mark is one run "
         "that differs from the experiment in one input, along the recordings of the first seed. "
         "Losses that an experiment compares at a fixed hour or after a number of updates are also "
         "read after one to four fifths of that. Real text has no dialect, and its other seeds "

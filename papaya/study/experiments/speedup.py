@@ -149,13 +149,13 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
 
 _MEANING = (
     f"“{PAPERS}” is the paper's protocol: it says what AsyncFL gains if nobody tunes. Small K "
-    "makes more steps per hour, and a step is as large whatever the cohort. "
+    "makes more steps per hour, and the size of a step does not depend on the cohort. "
     f"“{TUNED}” says what is left of it when rate and first moment are tuned for each regime and "
     "concurrency, so that SyncFL may take larger steps with larger cohorts."
 )
 _PARADOX = (
-    "speedup = trips gain x throughput ratio holds for every run, by definition. So the paper's "
-    "5x, 8x and 30x more server updates cannot all be of the same two runs."
+    "speedup = trips gain x throughput ratio holds for every run, by definition. So the paper's 5x "
+    "speedup, 8x fewer trips and 30x more server updates cannot all come from the same two runs."
 )
 
 
@@ -270,7 +270,10 @@ def _identity(measured: Measured) -> list[str]:
             f"{_typical(p.throughput)}"
             for p in pairs
         ]
-        lines.append(f"{case}: speedup = trips gain x throughput ratio: " + "; ".join(parts))
+        lines.append(
+            f"{case}: speedup = trips gain x throughput ratio (geometric means over seeds): "
+            + "; ".join(parts)
+        )
     return lines
 
 
@@ -319,7 +322,8 @@ def transients(measured: Measured) -> list[str]:
         return []
     text = (
         f"SyncFL met the target, or its run ended, in fewer than {ROUNDS_OF_A_TRANSIENT} rounds, "
-        f"which measures the start as much as the rate of learning: {'; '.join(short)}"
+        "which measures the start as much as the rate of learning (mean rounds in brackets): "
+        f"{'; '.join(short)}"
     )
     return [text]
 

@@ -34,8 +34,9 @@ def verdict_tables(
     missing: Sequence[str] = (),
     left_out: Sequence[str] = (),
 ) -> str:
-    """All claims and failed checks; those of experiments that run by name only too, if their
-    results are there. `missing`: experiments without a result. `left_out`: results of other inputs.
+    """All claims and failed checks, including those of experiments that run only by name if the
+    folder has their results. `missing`: experiments without a result. `left_out`: results of other
+    inputs.
     """
     every = [claim for result in results for claim in result.claims]
     lines = [
@@ -54,7 +55,7 @@ def verdict_tables(
             lines += ["|---|---|---|---|---|"]
             lines += map(_verdict_row, result.claims)
         failed = [check for check in result.checks if not check.holds]
-        lines += [f"\nCheck of method that fails: {one.rule} ({one.detail})." for one in failed]
+        lines += [f"\nCheck of method fails: {one.rule} ({one.detail})." for one in failed]
     return "\n".join(lines) + "\n"
 
 
@@ -65,12 +66,12 @@ def number_tables(
     missing: Sequence[str] = (),
     left_out: Sequence[str] = (),
 ) -> str:
-    """All numbers that are no claims, all checks of method with their details, and all notes."""
+    """All numbers that are not claims, all checks of method with their details, and all notes."""
     lines = [
         f"# Other numbers at scale {scale.name}, seeds {seeds[0]} to {seeds[-1]}",
         "",
         (
-            "Everything that the report contains beside its claims and figures. Brackets: 95 % "
+            "All numbers, checks and notes of the report that are not claims. Brackets: 95 % "
             "confidence intervals over seeds."
         ),
         *_absent(missing, left_out),
@@ -82,7 +83,7 @@ def number_tables(
             lines += [*map(_number_row, result.findings), ""]
         for check in result.checks:
             verdict = "holds" if check.holds else "fails"
-            lines.append(f"- Check of method that {verdict}: {check.rule} ({check.detail}).")
+            lines.append(f"- Check of method {verdict}: {check.rule} ({check.detail}).")
         lines += [f"- {note}" for note in result.notes]
     return "\n".join(lines) + "\n"
 

@@ -92,8 +92,9 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         plots=(draw_transfer(moved, lab.folder / f"{KEY}.png").name,),
         notes=(
             (
-                "A model of 20 MB. Times are of bytes between two processes on this machine, "
-                f"naive up to K = {MEASURED}; an enclave's boundary is slower, for both."
+                "The model has 20 MB. Times are for moving bytes between two processes on this "
+                f"machine; the naive design is timed only up to K = {MEASURED}. Crossing the "
+                "boundary of an enclave is slower for both designs."
             ),
         ),
     )

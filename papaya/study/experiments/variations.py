@@ -128,7 +128,7 @@ def _inputs(scale: Scale, seeds: Sequence[int], data: str) -> dict[str, list[Var
         targets: [
             Variation(share=share, part=part) for share, part in zip(SHARES, _PARTS, strict=True)
         ],
-        "language and data: as there, then others": [
+        "language and data: as in the experiment, then others": [
             Variation(language=each) for each in languages
         ],
     }
@@ -237,7 +237,8 @@ def _panel(title: str, spreads: Sequence[ClaimSpread]) -> charts.SpreadPanel:
 
 
 _LOSSES: Final = (
-    "For losses at a fixed hour or number of updates, the target is one to five fifths of it."
+    "Losses and perplexities at a fixed hour or number of updates have no target: they are read "
+    "after one to five fifths of it."
 )
 
 
@@ -248,10 +249,10 @@ def table(scale: Scale, found: Sequence[TextSpread]) -> str:
         "",
         (
             "Every learning claim with one input changed at a time. The column *here* has the "
-            "claim as its experiment has it, with the 95 % confidence interval over seeds. The "
+            "number of the experiment itself, with the 95 % confidence interval over seeds. The "
             "others have one number for each value of the input, along the recordings of one seed. "
-            "≤ and ≥ mark bounds, and – what is unknown, because runs ended too early. A target is "
-            f"the share of the reducible loss that is left. {_LOSSES}"
+            "≤ and ≥ mark bounds. – marks a number that is unknown, mostly because runs ended too "
+            f"early. A target is the share of the reducible loss that is left. {_LOSSES}"
         ),
         "",
     ]

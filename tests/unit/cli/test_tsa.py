@@ -140,7 +140,7 @@ def test_without_dependencies_it_says_so(tmp_path: Path, monkeypatch: pytest.Mon
         build(sources)
     assert "--wheels DIR" in refused.value.hint
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NoWheels, match=f"not in .*empty: wheels/{WHEEL}"):
+    with pytest.raises(NoWheels, match=f"missing from .*empty: wheels/{WHEEL}"):
         build(sources, tmp_path / "empty")
 
 
