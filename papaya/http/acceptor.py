@@ -105,7 +105,7 @@ class Acceptor:
         self._proxies = tuple(ip_network(proxy, strict=False) for proxy in proxies)
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()  # not handed to their protocol yet
-        self._places = 0  # accepted sockets within `max_connections`
+        self.places = 0  # accepted sockets within `max_connections`, in a handshake or later
         self._extra = 0  # accepted sockets above it, which are refused
         self._served: Counter[str] = Counter()  # by address
         self._refused: Counter[str] = Counter()  # likewise, those over the limit of their address
@@ -118,7 +118,7 @@ class Acceptor:
     @property
     def accepted(self) -> int:
         """Sockets that are open now, in a handshake or later."""
-        return self._places + self._extra
+        return self.places + self._extra
 
     def close(self) -> None:
         self._pause()
@@ -132,7 +132,7 @@ class Acceptor:
         if admission.is_extra:
             self._extra -= 1
         else:
-            self._places -= 1
+            self.places -= 1
         if (counts := admission.counted_in) is not None:
             self._refusals -= counts is self._refused
             counts[admission.key] -= 1
@@ -155,7 +155,7 @@ class Acceptor:
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_PER_TURN):
-            is_extra = self._places >= self._limits.max_connections
+            is_extra = self.places >= self._limits.max_connections
             if is_extra and self._extra >= MAX_REFUSED:
                 self._pause()
                 return
@@ -173,7 +173,7 @@ class Acceptor:
             connection.setblocking(False)
             if is_extra:
                 self._warn("max_connections", peer[0])
-            self._places += not is_extra
+            self.places += not is_extra
             self._extra += is_extra
             admission = Admission(self, (peer[0], peer[1]), is_extra)
             is_proxy = any(ip_address(peer[0]) in network for network in self._proxies)
@@ -314,7 +314,7 @@ class Acceptor:
         if counts[key] >= self._limits.max_connections_per_address:
             self._warn("max_connections_per_address", admission.client[0])
             counts = self._refused
-            serving_nobody = self._limits.max_connections - self._places + self._refusals
+            serving_nobody = self._limits.max_connections - self.places + self._refusals
             if counts[key] >= 2 * serving_nobody // 3 - self._refusals:
                 return False
             self._refusals += 1

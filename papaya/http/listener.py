@@ -61,6 +61,8 @@ class ListenerState:
         self.loop = asyncio.get_running_loop()
         self.is_accepting = True  # False: connections close after their present exchange
         self.connections: set[ServerConnection] = set()
+        # Places that are taken, also by TLS handshakes. `serve` replaces it.
+        self.places: Callable[[], int] = lambda: len(self.connections)
         # Heads are received here. All connections can share one buffer, because the loop reports
         # the bytes to a connection before it asks another one for a buffer.
         self.scratch = memoryview(bytearray(limits.max_head_bytes))
@@ -117,7 +119,7 @@ class ListenerState:
         """Closes connections that wait for a request, the one that has waited longest first, until
         `spare` places are free.
         """
-        missing = len(self.connections) + self.limits.spare - self.limits.max_connections
+        missing = self.places() + self.limits.spare - self.limits.max_connections
         if self.limits.spare and missing > 0:
             idle = [
                 (since, id(connection), connection)
@@ -186,4 +188,5 @@ async def serve(
     acceptor = Acceptor(
         sockets, partial(ServerConnection, state), limits, tls, proxies, passthrough
     )
+    state.places = lambda: acceptor.places
     return Listener(acceptor, state, passthrough, sockets[0].getsockname()[1])

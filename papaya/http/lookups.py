@@ -108,9 +108,11 @@ def _work(queue: SimpleQueue[tuple[Address, _Answer] | None]) -> None:
 
 async def start_lookup_threads() -> None:
     """uvloop looks names up on threads that start at its first lookup. If they cannot start then,
-    at a limit on threads, libuv aborts the process. So a server starts them first of all.
+    at a limit on threads, libuv aborts the process. So a server starts them first of all. Raises
+    RuntimeError if no thread can start at all.
     """
-    with suppress(OSError, RuntimeError):  # RuntimeError: a thread of asyncio cannot start
+    Thread(target=lambda: None, name="papaya-first-thread").start()
+    with suppress(OSError):
         await asyncio.get_running_loop().getaddrinfo("localhost", None)
 
 

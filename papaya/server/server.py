@@ -158,7 +158,13 @@ class Server:
     # -- start and stop -----------------------------------------------------------------------
 
     async def start(self) -> None:
-        await start_lookup_threads()
+        try:
+            await start_lookup_threads()
+        except RuntimeError as error:
+            raise OperatorError(
+                f"this process cannot start threads: {error}",
+                hint="raise the limit of its user (ulimit -u) or of its container",
+            ) from error
         started = ServerStarted(__version__, self.roles, self._settings())
         log(started)
         entry_points.load(entry_points.parsed(self.deployment.extensions))

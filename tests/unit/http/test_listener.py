@@ -97,6 +97,11 @@ def test_the_connections_that_have_waited_longest_make_room() -> None:
                 service.connections.add(cast(ServerConnection, connection))
             service._sweep()
             assert closed == []
+            service.places = lambda: 5  # one is in a TLS handshake
+            service._sweep()
+            assert closed == [1.0]
+            closed.clear()
+            service.places = lambda: 6
             service.connections.update(cast(list[ServerConnection], found))
             service._sweep()
             assert closed == [1.0, 2.0]

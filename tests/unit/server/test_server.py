@@ -176,6 +176,22 @@ def test_an_upload_url_that_devices_may_not_reach_is_logged(
     assert [warning in line for line in found] == ([True] if warning else [])
 
 
+def test_a_server_that_cannot_start_threads_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def run() -> None:
+        with pytest.raises(OperatorError, match="cannot start threads") as caught:
+            await Server(deployment(tmp_path)).start()
+        assert "ulimit -u" in caught.value.hint
+
+    with monkeypatch.context() as limit:
+        limit.setattr(threading.Thread, "start", refuse)
+        asyncio.run(run())
+
+
 def test_a_role_alone_needs_to_know_its_coordinators(tmp_path: Path) -> None:
     async def run() -> None:
         with pytest.raises(OperatorError, match="without a coordinator") as caught:
