@@ -218,7 +218,7 @@ def draw(lab: Lab, key: str, found: Sequence[TextSpread]) -> str:
     ]
     caption = (
         "Marks grow from the first value of an input to the last. Changes in percent are drawn as "
-        f"ratios. {_LOSSES}"
+        f"ratios.\n{_LOSSES}"
     )
     return charts.spreads(lab.folder, key, "ratio", grid, caption)
 
