@@ -215,7 +215,7 @@ def checked_manifest(read: ReadSource) -> bytes:
         raise OperatorError(
             message, hint="pass the folder that contains papaya/: --source DIR"
         ) from error
-    except (LockError, UnicodeDecodeError) as error:
+    except LockError as error:
         raise OperatorError(str(error), hint="correct papaya/tsa/enclave.toml") from error
 
 

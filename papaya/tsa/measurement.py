@@ -8,6 +8,7 @@
 The manifest gives each file's SHA-256, as `sha256sum` prints it, sorted by path; its own SHA-256 is
 the artifact's hash, which the log records and `software` evidence reports. It depends on the
 sources and the lock only. A lock that names a file twice, or a path outside the tree, is refused.
+An audit reads the locks that an operator published, so a lock can raise `LockError` only.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, TypeAlias
 LOCK = "papaya/tsa/enclave.toml"
 MANIFEST = "MANIFEST.sha256"
 WHEELS = "wheels"
+MAX_LOCK_BYTES = 16 * 1024
 
 ReadSource: TypeAlias = Callable[[str], bytes]
 
@@ -30,6 +32,7 @@ _SOURCE = re.compile(r"papaya(/[a-z_]+)*/[a-z_]+\.(py|toml)")
 _WHEEL_FILE = re.compile(r"[A-Za-z0-9_.]+-[A-Za-z0-9_.-]+\.whl")
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHOWN_CHARACTERS = 100  # of an invalid value
 
 
 class LockError(Exception):
@@ -56,9 +59,12 @@ class EnclaveLock:
     wheels: tuple[Wheel, ...]
 
     @classmethod
-    def parse(cls, text: str) -> EnclaveLock:
+    def parse(cls, raw: bytes) -> EnclaveLock:
+        # tomllib needs memory in proportion to the square of the length of a dotted key.
+        if len(raw) > MAX_LOCK_BYTES:
+            raise LockError(f"{LOCK} of {len(raw)} bytes is longer than {MAX_LOCK_BYTES}")
         try:
-            fields: dict[str, Any] = tomllib.loads(text)
+            fields: dict[str, Any] = tomllib.loads(raw.decode())
             lock = cls(
                 fields["python"],
                 tuple(fields["platforms"]),
@@ -66,7 +72,8 @@ class EnclaveLock:
                 tuple(Wheel(**wheel) for wheel in fields["wheels"]),
             )
         except (ValueError, RecursionError, KeyError, TypeError) as error:
-            raise LockError(f"{LOCK} is not a valid lock file: {error}") from error
+            reason = str(error)[:_SHOWN_CHARACTERS]
+            raise LockError(f"{LOCK} is not a valid lock file: {reason}") from error
         lock._check()
         return lock
 
@@ -91,7 +98,7 @@ def installed(path: str) -> bytes:
 
 
 def read_lock(read: ReadSource) -> EnclaveLock:
-    return EnclaveLock.parse(read(LOCK).decode())
+    return EnclaveLock.parse(read(LOCK))
 
 
 def manifest(read: ReadSource) -> bytes:
@@ -108,5 +115,8 @@ def measure(read: ReadSource = installed) -> bytes:
 
 
 def _match(pattern: re.Pattern[str], value: object) -> None:
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise LockError(f"{LOCK} contains an invalid value: {value!r}")
+    # Only text is shown: `repr` fails for deep tables and for integers of many digits.
+    if not isinstance(value, str):
+        raise LockError(f"{LOCK} contains a value that is not text: {type(value).__name__}")
+    if not pattern.fullmatch(value):
+        raise LockError(f"{LOCK} contains an invalid value: {value[:_SHOWN_CHARACTERS]!r}")

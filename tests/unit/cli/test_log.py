@@ -18,7 +18,7 @@ from papaya.cli.log.source import LogRefused, LogUnreachable
 from papaya.cli.tsa import NoGit, from_folder
 from papaya.errors import OperatorError, ProtocolError
 from papaya.server.public_log import own_record
-from papaya.tsa.measurement import measure
+from papaya.tsa.measurement import LOCK, measure
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import SignerKey
 from papaya.verifiable_log.record import NO_REVISION, Record
@@ -440,6 +440,35 @@ def test_an_audit_fails_for_a_revision_that_the_clone_does_not_have(
     [failed] = [step for step in steps if step["outcome"] == "failed"]
     assert (failed["name"], failed["index"]) == ("rebuild", 1)
     assert "git fetch" in failed["detail"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('python = "3.11"', f"python = 0x{'f' * 5_000}"),
+        ('python = "3.11"', f"python.{'a.' * 1_200}a = 1"),
+        # Longer than an argument of a program can be: git cannot be asked for it.
+        ('"papaya/__init__.py"', f'"papaya/{"a" * 200_000}.py"'),
+    ],
+    ids=["hexadecimal", "dotted", "path"],
+)
+def test_an_audit_fails_for_a_revision_whose_lock_is_made_to_stop_it(
+    world: World, old: str, new: str
+) -> None:
+    world.append()
+    lock = world.clone / LOCK
+    lock.write_text(lock.read_text().replace(old, new))
+    published = commit(world.clone)
+    entry = LogFolder(world.log).fetch("tile/entries/000.p/1")[2:]
+    changed = entry.replace(world.revision.encode(), published.encode())
+    LogFolder(world.log).append([changed], SignerKey.parse(world.key.read_text()))
+    options = ["--source", world.clone, "--wheels", world.wheels, *skipping("rebuild")]
+    with pytest.raises(ProtocolError, match="1 step of the audit failed"):
+        world.read("audit", *options)
+    steps = msgspec.json.decode(world.captured.out)
+    [failed] = [step for step in steps if step["outcome"] == "failed"]
+    assert (failed["name"], failed["index"]) == ("rebuild", 1)
+    assert steps[-1]["name"] == "dependencies"
 
 
 def test_a_machine_without_git_says_nothing_about_a_revision(

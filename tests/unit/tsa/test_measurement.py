@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from papaya.tsa.measurement import LOCK, LockError, installed, manifest, measure, read_lock
+from papaya.tsa.measurement import (
+    LOCK,
+    MAX_LOCK_BYTES,
+    LockError,
+    installed,
+    manifest,
+    measure,
+    read_lock,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 ENTRY = "papaya/tsa/__main__.py"
@@ -109,13 +117,27 @@ LOCK_TEXT = (ROOT / LOCK).read_text()
         ('python = "3.11"', ""),
         ('python = "3.11"', "python = 3.11"),
         ("[[wheels]]", "[[wheels"),
-        ('python = "3.11"', f"python = {'[' * 100_000}"),
+        ('python = "3.11"', f"python = {'[' * 10_000}"),
         ('python = "3.11"', f"python = {'9' * 5_000}"),
-        ('python = "3.11"', f"python = '{'x' * 100_000}!'"),
+        ('python = "3.11"', f"python = 0x{'f' * 5_000}"),
+        ('python = "3.11"', f"python.{'a.' * 1_200}a = 1"),
+        ('python = "3.11"', f"python = '{'x' * 10_000}!'"),
+        ('name = "cffi"', f'name = "cffi"\n{"x" * 10_000} = 1'),
     ],
 )
 def test_locks_that_cannot_be_meant_are_refused(old: str, new: str) -> None:
     assert old in LOCK_TEXT
     changed = LOCK_TEXT.replace(old, new, 1).encode()
-    with pytest.raises(LockError):
+    assert len(changed) <= MAX_LOCK_BYTES
+    with pytest.raises(LockError) as refused:
         manifest(lambda path: changed if path == LOCK else installed(path))
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("more", [b"#", b"#" * 10_000, b"\xff"], ids=["one", "many", "no text"])
+def test_a_long_lock_is_refused_before_it_is_parsed(more: bytes) -> None:
+    """tomllib needs 14 GB of memory for 120 KB of dotted keys."""
+    longest = LOCK_TEXT.encode().ljust(MAX_LOCK_BYTES, b"#")
+    assert read_lock(lambda _: longest) == read_lock(installed)
+    with pytest.raises(LockError, match=f"is longer than {MAX_LOCK_BYTES}"):
+        read_lock(lambda _: longest + more)
