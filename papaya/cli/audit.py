@@ -145,6 +145,8 @@ def run(options: AuditOptions) -> int:
         )
     if failed:
         hint = "do not trust this log, and publish what you found"
+        if all(step.name == "dependencies" for step in failed):
+            hint = f"download the wheels again; if the hash stays different, {hint}"
         raise ProtocolError(f"{plural(len(failed), 'step')} of the audit failed", hint=hint)
     unread = [step for step in open_steps if step.name in _READING]
     if unread:

@@ -10,8 +10,9 @@ a folder that has them. The artifact is one zip file with the same bytes whereve
 
 Files are stored in the order of their names, with one fixed time and mode. Wheels come from pip
 with `--require-hashes`, or from a folder; a file with another hash is refused, with an error of its
-own, because an audit must not mistake it for a failed download. A revision of a git repository can
-be built without checking it out, which is how an audit rebuilds old releases.
+own, because an audit must not mistake it for a failed download. A wheel that cannot be had does not
+hide another one with a wrong hash. A revision of a git repository can be built without checking it
+out, which is how an audit rebuilds old releases.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 from papaya.cli.output import (
     Commands,
@@ -44,6 +48,7 @@ from papaya.tsa.measurement import (
     EnclaveLock,
     LockError,
     ReadSource,
+    Wheel,
     installed,
     manifest,
     read_lock,
@@ -52,7 +57,11 @@ from papaya.tsa.measurement import (
 _TIME = (1980, 1, 1, 0, 0, 0)
 _MODE = 0o100644 << 16
 _UNIX = 3
-_PIP_MISMATCH = "DO NOT MATCH THE HASHES"  # in pip's message, the only sign of a wrong hash
+# pip's message is the only sign of a wrong hash.
+_PIP_MISMATCH = re.compile(
+    r"DO NOT MATCH THE HASHES[^\n]*\n(?P<file>.*?Got\s+(?P<got>[0-9a-f]{64}))", re.DOTALL
+)
+_PIP_LIMIT_S = 600  # for all wheels together: who writes a lock chooses how many there are
 
 
 class NoWheels(OperatorError):
@@ -231,24 +240,17 @@ def build(read: ReadSource, wheels: Path | None = None) -> bytes:
     """
     listed = checked_manifest(read)
     lock = read_lock(read)
-    with tempfile.TemporaryDirectory(prefix="papaya-wheels-") as scratch:
-        folder = wheels
-        if folder is None:
-            folder = Path(scratch)
-            _download(lock, folder)
-        dependencies = _read_wheels(lock, folder)
-        buffer = io.BytesIO()
-        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-            _store(archive, MANIFEST, listed)
-            for line in listed.decode().splitlines():
-                expected, _, path = line.partition("  ")
-                data = dependencies[path] if path in dependencies else read(path)
-                if hashlib.sha256(data).hexdigest() != expected:
-                    message = f"{path} does not have the SHA-256 {expected}"
-                    raise OperatorError(
-                        message, hint="the file changed during the build: build again"
-                    )
-                _store(archive, path, data)
+    dependencies = _downloaded(lock) if wheels is None else _read_wheels(lock, wheels)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        _store(archive, MANIFEST, listed)
+        for line in listed.decode().splitlines():
+            expected, _, path = line.partition("  ")
+            data = dependencies[path] if path in dependencies else read(path)
+            if hashlib.sha256(data).hexdigest() != expected:
+                message = f"{path} does not have the SHA-256 {expected}"
+                raise OperatorError(message, hint="the file changed during the build: build again")
+            _store(archive, path, data)
     return buffer.getvalue()
 
 
@@ -281,10 +283,29 @@ def _store(archive: zipfile.ZipFile, path: str, data: bytes) -> None:
     archive.writestr(entry, data)
 
 
+def _downloaded(lock: EnclaveLock) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory(prefix="papaya-wheels-") as scratch:
+        _download(lock, Path(scratch))
+        return _read_wheels(lock, Path(scratch))
+
+
 def _download(lock: EnclaveLock, folder: Path) -> None:
+    """Run pip for one wheel after the other, because it stops at the first one it cannot get."""
+    deadline = monotonic() + _PIP_LIMIT_S
+    missing: dict[str, list[str]] = {}  # by reason
+    for wheel in lock.wheels:
+        try:
+            _download_wheel(lock, wheel, folder, deadline)
+        except NoWheels as error:
+            missing.setdefault(str(error), []).append(wheel.file)
+    if missing:
+        details = "; ".join(f"{', '.join(files)}: {reason}" for reason, files in missing.items())
+        raise NoWheels(f"pip could not download {details}")
+
+
+def _download_wheel(lock: EnclaveLock, wheel: Wheel, folder: Path, deadline: float) -> None:
     requirements = folder / "requirements.txt"
-    lines = [f"{w.name}=={w.version} --hash=sha256:{w.sha256}\n" for w in lock.wheels]
-    requirements.write_text("".join(lines))
+    requirements.write_text(f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
     command += ["--require-hashes", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--dest", str(folder), "--requirement", str(requirements)]
@@ -293,19 +314,36 @@ def _download(lock: EnclaveLock, folder: Path) -> None:
         command += ["--platform", platform]
     for abi in (f"cp{lock.python.replace('.', '')}", "abi3", "none"):
         command += ["--abi", abi]
+    problem = _run_pip(command, deadline)
+    if first := _PIP_MISMATCH.search(problem):
+        # Some versions of pip say the same after an interrupted download.
+        problem = _run_pip([*command, "--no-cache-dir"], deadline)
+        if second := _PIP_MISMATCH.search(problem):
+            if first["got"] != second["got"]:
+                got = f"{first['got']} and {second['got']}"
+                raise NoWheels(f"the SHA-256 of two downloads differ: {got}")
+            details = " ".join(second["file"].split())
+            raise WrongWheel(f"pip got a file whose SHA-256 is not the one in {LOCK}: {details}")
+    if problem:
+        raise NoWheels(problem.splitlines()[-1])
+
+
+def _run_pip(command: Sequence[str], deadline: float) -> str:
+    """What pip printed if it failed, otherwise nothing."""
+    limit_s = deadline - monotonic()
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
-    except subprocess.CalledProcessError as error:
-        stderr = error.stderr or ""
-        _, mismatch, details = stderr.partition(_PIP_MISMATCH)
-        if mismatch:
-            files = " ".join(details.partition("\n")[2].split())
-            raise WrongWheel(
-                f"pip got a file whose SHA-256 is not the one in {LOCK}: {files}"
-            ) from error
-        last = stderr.strip().splitlines()[-1:] or ["pip gave no reason"]
-        raise NoWheels(
-            f"pip could not download the dependencies of the enclave: {last[0]}"
-        ) from error
-    except (OSError, subprocess.SubprocessError) as error:
+        if limit_s <= 0:
+            raise subprocess.TimeoutExpired(command, 0)
+        ran = subprocess.run(
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NoWheels(f"all downloads together took more than {_PIP_LIMIT_S} s") from error
+    except OSError as error:
         raise NoWheels(f"cannot run pip: {error}") from error
+    return (ran.stderr.strip() or "pip gave no reason") if ran.returncode else ""

@@ -1,11 +1,17 @@
-"""A tiny enclave for tests of builds: two sources, one wheel that is no wheel, and their lock."""
+"""A tiny enclave for tests of builds: two sources, one wheel that is no wheel, and their lock.
+
+`FakePip` answers for pip without a network.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 WHEEL = "nosuchthing-1.0-py3-none-any.whl"
 WHEEL_BYTES = b"not really a wheel"
@@ -29,6 +35,13 @@ def make_sources(root: Path, text: str = "pass\n") -> Path:
     for path in SOURCES:
         (root / path).write_text(text)
     return root
+
+
+def add_wheel(root: Path, name: str) -> None:
+    """Before the other wheels of the lock, one that no index has."""
+    lock = root / "papaya/tsa/enclave.toml"
+    wheel = f'name = "{name}"\nversion = "1.0"\nfile = "{name}-1.0.whl"\nsha256 = "{"0" * 64}"\n'
+    lock.write_text(lock.read_text().replace("[[wheels]]", f"[[wheels]]\n{wheel}[[wheels]]", 1))
 
 
 def make_wheels(root: Path) -> Path:
@@ -55,3 +68,64 @@ def _git(root: Path, *command: str) -> str:
     words = ["git", "-C", str(root), *command]
     done = subprocess.run(words, check=True, capture_output=True, text=True, env=environment)
     return done.stdout.strip()
+
+
+_FAKE_PIP = """#!/bin/sh
+folder=$(dirname "$0")
+cache=
+for word; do
+  case $previous in
+    --requirement) requirements=$word ;;
+    --dest) dest=$word ;;
+  esac
+  [ "$word" = --no-cache-dir ] && cache=" without a cache"
+  previous=$word
+done
+while read -r requirement rest; do
+  echo "$requirement$cache" >> "$folder/calls"
+  answer=$folder/$requirement.$(grep -c "^$requirement" "$folder/calls")
+  [ -d "$answer" ] && cp "$answer"/* "$dest" && continue
+  [ -f "$answer" ] || echo "ERROR: No matching distribution found for $requirement" > "$answer"
+  cat "$answer" >&2
+  exit 1
+done < "$requirements"
+"""
+
+_MISMATCH = f"""\
+WARNING: Retrying (Retry(total=4)) after connection broken
+ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE. If you have updated the \
+package versions, please update the hashes. Otherwise, examine the package contents carefully; \
+someone may have tampered with them.
+    nosuchthing==1.0 from https://example.org/nosuchthing-1.0-py3-none-any.whl (from -r \
+/tmp/papaya-wheels-0/requirements.txt (line 1)):
+        Expected sha256 {hashlib.sha256(WHEEL_BYTES).hexdigest()}
+             Got        %s
+
+"""
+
+
+class FakePip:
+    """Like pip, it stops at the first requirement that it cannot get. It records its runs.
+
+    `answers`: for the wheel `nosuchthing`, run by run, the SHA-256 of a file that is not the one
+    in the lock, "" for the file in the lock, or else what pip prints when it fails.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
+        folder.mkdir()
+        self._calls = folder / "calls"
+        python = folder / "python"
+        python.write_text(_FAKE_PIP)
+        python.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(python))
+        for run, answer in enumerate(answers, 1):
+            path = folder / f"nosuchthing==1.0.{run}"
+            if not answer:
+                make_wheels(path)
+            else:
+                path.write_text(_MISMATCH % answer if len(answer) == 64 else answer)
+
+    @property
+    def calls(self) -> list[str]:
+        """The requirement of each run."""
+        return self._calls.read_text().splitlines()

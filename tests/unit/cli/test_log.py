@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import socket
 import ssl
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,14 @@ from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import SignerKey
 from papaya.verifiable_log.record import NO_REVISION, Record
 from tests.system.tls import make_certificates
-from tests.unit.cli.enclave_sources import WHEEL, commit, make_sources, make_wheels
+from tests.unit.cli.enclave_sources import (
+    WHEEL,
+    FakePip,
+    add_wheel,
+    commit,
+    make_sources,
+    make_wheels,
+)
 from tests.unit.verifiable_log.hosts import serving
 
 REPOSITORY = "https://example.org/papaya"
@@ -606,6 +612,7 @@ def test_an_audit_fails_for_a_wheel_with_another_hash_and_prints_every_step(
     with pytest.raises(ProtocolError, match="3 steps of the audit failed") as caught:
         world.read("audit", "--source", world.clone, "--wheels", world.wheels, *allowed)
     assert caught.value.exit_code == 3
+    assert caught.value.hint == "do not trust this log, and publish what you found"
     steps = msgspec.json.decode(world.captured.out)
     assert [(step["index"], step["name"], step["outcome"]) for step in steps] == [
         (None, "checkpoint", "passed"),
@@ -623,39 +630,58 @@ def test_an_audit_fails_for_a_wheel_with_another_hash_and_prints_every_step(
     assert "download it again" in steps[-1]["detail"]
 
 
-PIP_MISMATCH = """\
-WARNING: Retrying (Retry(total=4)) after connection broken
-ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE. If you have updated the \
-package versions, please update the hashes. Otherwise, examine the package contents carefully; \
-someone may have tampered with them.
-    nosuchthing==1.0 from https://example.org/nosuchthing-1.0-py3-none-any.whl (from -r \
-/tmp/papaya-wheels-0/requirements.txt (line 1)):
-        Expected sha256 5012353aa6a0734b468ac4dcad5b802e70382f41303f87cfe89d223e3a6be654
-             Got        1d7a363ce12430881ec56c9cf1409c49c491043618e598c356e2959040872f5a
-
-"""
-
-
 @pytest.mark.parametrize("allowed", [(), ("--skip", "dependencies")])
 def test_an_audit_fails_if_pip_downloads_a_wheel_with_another_hash(
     world: World, monkeypatch: pytest.MonkeyPatch, allowed: tuple[str, ...]
 ) -> None:
     """Before, the step was `not done`, and an audit that skipped it exited with 0."""
     world.append()
-    pip = world.folder / "python-with-pip"
-    pip.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{PIP_MISMATCH}END\nexit 1\n")
-    pip.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(pip))
+    pip = FakePip(world.folder / "pip", monkeypatch, "1d" * 32, "1d" * 32)
     skipped = skipping("witnesses", "consistency")
-    with pytest.raises(ProtocolError, match="1 step of the audit failed"):
+    with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
         world.read("audit", "--source", world.clone, *skipped, *allowed)
+    assert caught.value.hint.startswith("download the wheels again; if the hash stays different")
     steps = msgspec.json.decode(world.captured.out)
     assert outcomes(steps)["rebuild"] == "passed"
     [failed] = [step for step in steps if step["outcome"] == "failed"]
     assert (failed["name"], failed["index"]) == ("dependencies", 0)
     assert "nosuchthing==1.0 from https://example.org/" in failed["detail"]
-    assert "Got 1d7a363ce124" in failed["detail"]
+    assert f"Got {'1d' * 32}" in failed["detail"]
     assert "\n" not in failed["detail"]
+    assert len(pip.calls) == 2
+
+
+def test_an_audit_fails_for_a_wheel_with_another_hash_after_one_that_no_index_has(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip stops at the first wheel that it cannot get: before, an operator could list one that
+    nobody has before the one with a trojan, and the audit that skipped the step exited with 0.
+    """
+    add_wheel(world.clone, "a0")
+    world.revision = commit(world.clone)
+    world.append()
+    pip = FakePip(world.folder / "pip", monkeypatch, "1d" * 32, "1d" * 32)
+    skipped = skipping("witnesses", "consistency", "dependencies")
+    with pytest.raises(ProtocolError, match="1 step of the audit failed"):
+        world.read("audit", "--source", world.clone, *skipped)
+    assert outcomes(msgspec.json.decode(world.captured.out))["dependencies"] == "failed"
+    assert pip.calls[0] == "a0==1.0"
+
+
+@pytest.mark.parametrize("answers", [(), ("1d" * 32, "2d" * 32)], ids=["missing", "interrupted"])
+def test_a_wheel_that_pip_cannot_get_is_not_checked(
+    world: World, monkeypatch: pytest.MonkeyPatch, answers: tuple[str, ...]
+) -> None:
+    world.append()
+    pip = FakePip(world.folder / "pip", monkeypatch, *answers)
+    options = ["--source", world.clone, *skipping("witnesses", "consistency")]
+    with pytest.raises(audit.NotChecked, match=r"did not check: dependencies\n"):
+        world.read("audit", *options)
+    [step] = [s for s in msgspec.json.decode(world.captured.out) if s["name"] == "dependencies"]
+    assert step["outcome"] == "not done"
+    assert f"pip could not download {WHEEL}" in step["detail"]
+    world.read("audit", *options, "--skip", "dependencies")
+    assert len(pip.calls) == (3 if answers else 2)
 
 
 def test_an_audit_goes_on_if_git_fails_during_a_build(

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import io
 import os
+import subprocess
 import zipfile
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,8 @@ from tests.unit.cli.enclave_sources import (
     SOURCES,
     WHEEL,
     WHEEL_BYTES,
+    FakePip,
+    add_wheel,
     commit,
     make_sources,
     make_wheels,
@@ -113,24 +116,101 @@ def test_a_wheel_with_another_hash_is_refused(tmp_path: Path) -> None:
 def test_a_missing_wheel_does_not_hide_one_with_another_hash(tmp_path: Path) -> None:
     sources, wheels = make_sources(tmp_path / "sources"), make_wheels(tmp_path / "wheels")
     (wheels / WHEEL).write_bytes(WHEEL_BYTES + b"!")
-    lock = sources / "papaya/tsa/enclave.toml"
-    missing = 'name = "a"\nversion = "1.0"\nfile = "a-1.0.whl"\n' + f'sha256 = "{"0" * 64}"\n'
-    lock.write_text(f"{lock.read_text()}[[wheels]]\n{missing}")
+    add_wheel(sources, "a")
     with pytest.raises(WrongWheel, match=WHEEL):
         build(from_folder(sources), wheels)
 
 
+@pytest.mark.parametrize("missing", [(), ("a0",)])
 def test_a_download_with_another_hash_is_not_a_failed_download(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]
 ) -> None:
     """With the real pip, because only its message tells the two apart."""
     pytest.importorskip("pip")
-    served = make_wheels(tmp_path / "served")
+    sources, served = make_sources(tmp_path / "sources"), make_wheels(tmp_path / "served")
+    for name in missing:
+        add_wheel(sources, name)
     (served / WHEEL).write_bytes(WHEEL_BYTES + b"!")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(served))
-    with pytest.raises(WrongWheel, match=r"nosuchthing==1\.0 .* Got [0-9a-f]{64}"):
-        build(from_folder(make_sources(tmp_path / "sources")))
+    with pytest.raises(WrongWheel, match=r"nosuchthing==1\.0 .* Got [0-9a-f]{64}\n"):
+        build(from_folder(sources))
+
+
+def test_a_wheel_that_no_index_has_does_not_hide_one_with_another_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = make_sources(tmp_path / "sources")
+    add_wheel(sources, "a0")
+    pip = FakePip(tmp_path / "pip", monkeypatch, "5" * 64, "5" * 64)
+    with pytest.raises(WrongWheel, match=f"nosuchthing==1.0 .* Got {'5' * 64}"):
+        build(from_folder(sources))
+    assert pip.calls == [
+        "a0==1.0",
+        "nosuchthing==1.0",
+        "nosuchthing==1.0 without a cache",
+    ]
+
+
+def test_every_wheel_that_pip_cannot_get_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = make_sources(tmp_path / "sources")
+    add_wheel(sources, "a0")
+    pip = FakePip(tmp_path / "pip", monkeypatch)
+    problems = rf"a0-1\.0\.whl: .* for a0==1\.0; {WHEEL}: .* for nosuchthing==1\.0\n"
+    with pytest.raises(NoWheels, match=f"could not download {problems}"):
+        build(from_folder(sources))
+    assert pip.calls == ["a0==1.0", "nosuchthing==1.0"]
+
+
+def test_a_download_that_succeeds_the_second_time_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, wheels = make_sources(tmp_path / "sources"), make_wheels(tmp_path / "wheels")
+    pip = FakePip(tmp_path / "pip", monkeypatch, "5" * 64, "")
+    assert build(from_folder(sources)) == build(from_folder(sources), wheels)
+    assert pip.calls == ["nosuchthing==1.0", "nosuchthing==1.0 without a cache"]
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [("6" * 64, "of two downloads differ: 5{64} and 6{64}"), ("ERROR: timed out", "timed out")],
+)
+def test_an_interrupted_download_is_not_a_wrong_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: str, reason: str
+) -> None:
+    """pip reports it as a mismatch of hashes too."""
+    sources = make_sources(tmp_path / "sources")
+    pip = FakePip(tmp_path / "pip", monkeypatch, "5" * 64, second)
+    with pytest.raises(NoWheels, match=f"could not download {WHEEL}.*{reason}"):
+        build(from_folder(sources))
+    assert len(pip.calls) == 2
+
+
+def test_all_downloads_share_one_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator of a log chooses how many wheels an auditor has to download."""
+    sources = make_sources(tmp_path / "sources")
+    for name in ("a2", "a1", "a0"):
+        add_wheel(sources, name)
+    now, limits = [1000.0], []
+
+    def slow(
+        command: list[str], *, timeout: float, **_: object
+    ) -> subprocess.CompletedProcess[str]:
+        limits.append(timeout)
+        now[0] += min(timeout, 400)
+        if timeout < 400:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, 1, "", "ERROR: not found")
+
+    monkeypatch.setattr(tsa, "monotonic", lambda: now[0])
+    monkeypatch.setattr(subprocess, "run", slow)
+    with pytest.raises(NoWheels, match=f"; a1-1.0.whl, a2-1.0.whl, {WHEEL}: .* more than 600 s"):
+        build(from_folder(sources))
+    assert limits == [600, 200]
 
 
 def test_without_dependencies_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
