@@ -284,9 +284,17 @@ def _store(archive: zipfile.ZipFile, path: str, data: bytes) -> None:
 
 
 def _downloaded(lock: EnclaveLock) -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory(prefix="papaya-wheels-") as scratch:
-        _download(lock, Path(scratch))
-        return _read_wheels(lock, Path(scratch))
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix="papaya-wheels-", ignore_cleanup_errors=True
+        ) as scratch:
+            _download(lock, Path(scratch))
+            return _read_wheels(lock, Path(scratch))
+    except OSError as error:
+        raise NoWheels(
+            f"cannot use a temporary folder: {error}",
+            hint="free some space there, or choose another folder with TMPDIR",
+        ) from error
 
 
 def _download(lock: EnclaveLock, folder: Path) -> None:

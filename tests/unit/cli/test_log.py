@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import socket
 import ssl
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -682,6 +683,17 @@ def test_a_wheel_that_pip_cannot_get_is_not_checked(
     assert f"pip could not download {WHEEL}" in step["detail"]
     world.read("audit", *options, "--skip", "dependencies")
     assert len(pip.calls) == (3 if answers else 2)
+
+
+def test_an_audit_goes_on_without_a_temporary_folder(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.append()
+    monkeypatch.setattr(tempfile, "tempdir", str(world.folder / "missing"))
+    with pytest.raises(audit.NotChecked, match=r"did not check: .*dependencies\n"):
+        world.read("audit", "--source", world.clone)
+    steps = outcomes(msgspec.json.decode(world.captured.out))
+    assert (steps["rebuild"], steps["dependencies"]) == ("passed", "not done")
 
 
 def test_an_audit_goes_on_if_git_fails_during_a_build(

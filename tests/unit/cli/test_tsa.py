@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import io
 import os
 import subprocess
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Literal
@@ -211,6 +213,23 @@ def test_all_downloads_share_one_time_limit(
     with pytest.raises(NoWheels, match=f"; a1-1.0.whl, a2-1.0.whl, {WHEEL}: .* more than 600 s"):
         build(from_folder(sources))
     assert limits == [600, 200]
+
+
+@pytest.mark.parametrize("broken", ["no folder", "full"])
+def test_a_temporary_folder_that_cannot_be_used_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def write_text(path: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    sources = make_sources(tmp_path / "sources")
+    if broken == "full":
+        monkeypatch.setattr(Path, "write_text", write_text)
+    else:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(NoWheels, match=r"temporary folder: .*(No such file|No space left)") as told:
+        build(from_folder(sources))
+    assert "TMPDIR" in told.value.hint
 
 
 def test_without_dependencies_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
