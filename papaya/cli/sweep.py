@@ -133,7 +133,8 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         "--updates",
         type=whole(1),
         metavar="N",
-        help="maximum number of client updates (default: 5000; with --hours: no limit)",
+        help="number of client updates to train with; a run ends with the version that contains "
+        "the last one (default: 5000; with --hours: no limit)",
     )
     group.add_argument(
         "--hours",
@@ -276,7 +277,7 @@ def _fixed(rows: Sequence[ResultRow], plan: Plan) -> str:
     alike = [name for name in names if not varied_in(rows, (name,))]
     words = [f"{name} {_value(rows[0].setting[name])}" for name in alike]
     if plan.updates < UNBOUNDED:
-        words.append(f"at most {plural(plan.updates, 'update')}")
+        words.append(f"until the version with update {plan.updates:,}")
     if plan.hours < MOST_HOURS:
         words.append(f"at most {plan.hours:g} virtual hours")
     if plan.target is not None:

@@ -125,7 +125,8 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--updates",
         type=whole(1),
         metavar="N",
-        help="number of client updates to train with (default: 5000; with --hours: no limit)",
+        help="number of client updates to train with; the run ends with the version that contains "
+        "the last one (default: 5000; with --hours: no limit)",
     )
     group.add_argument(
         "--evaluations",
