@@ -61,6 +61,11 @@ from papaya.verifiable_log.auditor import (
 from papaya.verifiable_log.record import REGISTERS, Record
 
 _READING = ("checkpoint", "entries")
+# What else a single failed step may mean.
+_MAYBE_HARMLESS: Final = {
+    "checkpoint": "check --log-key; if it is the key of this log",
+    "dependencies": "download the wheels again; if the hash stays different",
+}
 _MEASURED = re.compile(r"([0-9]{1,9}):([a-z]+)\.([a-z0-9_]+)=([0-9a-f]{2,256})")
 
 
@@ -145,8 +150,9 @@ def run(options: AuditOptions) -> int:
         )
     if failed:
         hint = "do not trust this log, and publish what you found"
-        if all(step.name == "dependencies" for step in failed):
-            hint = f"download the wheels again; if the hash stays different, {hint}"
+        [*names] = {step.name for step in failed}
+        if len(names) == 1 and (first := _MAYBE_HARMLESS.get(names[0])):
+            hint = f"{first}, {hint}"
         raise ProtocolError(f"{plural(len(failed), 'step')} of the audit failed", hint=hint)
     unread = [step for step in open_steps if step.name in _READING]
     if unread:
@@ -179,7 +185,14 @@ def measured_of(given: Sequence[str]) -> dict[tuple[int, str, str], str]:
                 hint="for example --measured 0:sgx.mrenclave=5f1b…, in lower case",
             )
         _check_register(text, match[2], match[3], match[4])
-        found[int(match[1]), match[2], match[3]] = match[4]
+        register = int(match[1]), match[2], match[3]
+        if register in found:
+            raise OperatorError(
+                f"--measured {text!r}: another value of {match[2]}.{match[3]} was given for record "
+                f"{match[1]}",
+                hint="pass each measurement once",
+            )
+        found[register] = match[4]
     return found
 
 

@@ -149,13 +149,20 @@ def open_note(raw: bytes, known: Iterable[VerifierKey]) -> Note:
     text, lines = _split(raw)
     by_identity = {(key.name, key.key_id): key for key in known}
     verified: dict[VerifierKey, int | None] = {}
+    strangers: list[str] = []
     for line in lines:
         name, key_id, signature = _parse_line(line)
         key = by_identity.get((name, key_id))
-        if key is not None and key not in verified:
+        if key is None:
+            strangers.append(key_id.hex())
+        elif key not in verified:
             verified[key] = key.verify(text, signature)
     if not verified:
-        raise SignatureError("no known key has signed this note")
+        signed_by = ", ".join(strangers[:4])
+        ids = ", ".join(key.key_id.hex() for key in by_identity.values())
+        raise SignatureError(
+            f"no known key has signed this note: it is signed by key {signed_by}, not by {ids}"
+        )
     return Note(text, tuple(verified), tuple(verified.values()))
 
 

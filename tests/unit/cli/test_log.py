@@ -261,6 +261,16 @@ def test_a_wrong_address_accuses_nobody_even_if_the_log_was_seen_before(world: W
     assert "the remembered one has size 1" in world.captured.out
 
 
+def test_an_audit_with_the_key_of_another_log_asks_to_check_the_key(world: World) -> None:
+    world.append()
+    other = world.out("log", "key", "--name", "example.org/log", "--output", world.folder / "other")
+    with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
+        world.out("audit", world.log, "--log-key", other)
+    assert caught.value.hint.startswith("check --log-key; if it is the key of this log, do not ")
+    for key in (world.log_key, other):
+        assert key.split("+")[1] in world.captured.out
+
+
 def test_a_public_key_s_file_that_is_not_there_is_told(world: World) -> None:
     with pytest.raises(OperatorError, match=r"'no\.pub' is neither .*: there is no such file"):
         world.out("log", "show", world.log, "--log-key", "no.pub")
@@ -322,6 +332,9 @@ def test_a_measurement_is_compared_or_the_audit_is_not_complete(world: World) ->
         world.read("audit", *clone, *rest, "--measured", f"0:sgx.mrenclave={'cd' * 32}")
     with pytest.raises(OperatorError, match=r"is not RECORD:PLATFORM\.FIELD=HEX"):
         world.read("audit", *clone, "--measured", "sgx=AB")
+    twice = [f"--measured=0:sgx.mrenclave={value * 32}" for value in ("cd", "ab")]
+    with pytest.raises(OperatorError, match=r"another value of sgx\.mrenclave was given"):
+        world.read("audit", *clone, *twice)
 
 
 @pytest.mark.parametrize(
