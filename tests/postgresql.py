@@ -21,11 +21,14 @@ from tempfile import TemporaryDirectory
 from urllib.parse import quote
 
 import psycopg
-import pytest
 
 from papaya.store import postgresql_session
 
 _START_S = 300.0
+# A test on a busy machine may stop for seconds in the middle of a transaction.
+SETTINGS_OF_USERS = dict(postgresql_session._SETTINGS)
+for _name in ("lock_timeout", "idle_in_transaction_session_timeout"):
+    postgresql_session._SETTINGS[_name] = f"{_START_S:.0f}s"
 _POLL_S = 0.02
 _numbers = count()
 _until_end = ExitStack()
@@ -109,7 +112,9 @@ class Postgres:
         return [pid, *map(int, children.split())]
 
     def url(self, database: str = "postgres", user: str = "postgres", **more: str) -> str:
-        query = {"host": str(self.folder)} | more
+        # On a busy machine a backend needs longer to start than the two seconds of `papaya serve`.
+        # A server that was killed refuses at once, because this is a socket of the same machine.
+        query = {"host": str(self.folder), "connect_timeout": f"{_START_S:.0f}"} | more
         return f"postgresql://{user}@/{database}?" + "&".join(
             f"{key}={quote(value, safe='')}" for key, value in query.items()
         )
@@ -213,13 +218,6 @@ def running(primary: Postgres | None = None, **settings: str) -> Iterator[Postgr
         finally:
             if server.is_running:
                 server.kill()
-
-
-def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise the timeouts of connections and locks, for tests on slow machines."""
-    for name in ("lock_timeout", "idle_in_transaction_session_timeout"):
-        monkeypatch.setitem(postgresql_session._SETTINGS, name, f"{_START_S:.0f}s")
-    monkeypatch.setitem(postgresql_session._PATIENCE, "connect_timeout", f"{_START_S:.0f}")
 
 
 @cache

@@ -14,14 +14,9 @@ from papaya.errors import LostHistory, OperatorError
 from papaya.server.server import Server
 from papaya.store import postgresql_session
 from papaya.store.clusters import read_cluster
-from tests.postgresql import be_patient, postgres
+from tests.postgresql import postgres
 
 _LIMIT_S = 300.0
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    be_patient(monkeypatch)
 
 
 @pytest.fixture

@@ -24,16 +24,11 @@ from papaya.store import postgresql, postgresql_session
 from papaya.store.postgresql import PostgresState
 from papaya.store.postgresql_session import DatabaseSession
 from papaya.store.rows import RawRows
-from tests.postgresql import be_patient, postgres, running
+from tests.postgresql import SETTINGS_OF_USERS, postgres, running
 
 Changed = dict[bytes, bytes | None]
 _LIMIT_S = 300.0
 _NOBODY = "a_standby_that_does_not_exist"
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    be_patient(monkeypatch)
 
 
 @pytest.fixture
@@ -430,8 +425,7 @@ def test_history_that_was_lost_stops_every_process(
 
 def test_nothing_cancels_a_commit_or_hides_its_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the role says."""
-    monkeypatch.undo()  # the settings of users
-    connects = {"connect_timeout": "300"}
+    monkeypatch.setattr(postgresql_session, "_SETTINGS", SETTINGS_OF_USERS)
     server = postgres()
     server.execute("CREATE ROLE hasty LOGIN SUPERUSER")
     hasty = {
@@ -444,7 +438,7 @@ def test_nothing_cancels_a_commit_or_hides_its_warnings(monkeypatch: pytest.Monk
         server.execute(f"ALTER ROLE hasty SET {setting} = {value}")
     with (
         server.database() as name,
-        closing(PostgresState(server.url(name, "hasty", **connects), "n")) as store,
+        closing(PostgresState(server.url(name, "hasty"), "n")) as store,
     ):
         assert store._session is not None
         found = {

@@ -25,15 +25,10 @@ from papaya.store.clusters import open_state, read_cluster
 from papaya.store.postgresql import PostgresState
 from papaya.store.postgresql_session import connection_string
 from papaya.store.state import SqliteState
-from tests.postgresql import Postgres, be_patient, postgres
+from tests.postgresql import Postgres, postgres
 from tests.system.tls import Authority, Certificates
 
 SECRET = "correct-horse-battery"
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    be_patient(monkeypatch)
 
 
 @pytest.fixture
