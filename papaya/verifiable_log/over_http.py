@@ -74,9 +74,7 @@ def _read_within(address: str, allowed_s: float, tls: ssl.SSLContext | None) -> 
     try:
         result = found.get(timeout=allowed_s)
     except Empty:
-        result = LogSourceUnreachable(
-            f"{address} cannot be read: no complete response within {allowed_s:.3g} s"
-        )
+        result = _too_late(address, allowed_s)
     finally:
         watch.end()
     if isinstance(result, LogError):
@@ -94,10 +92,19 @@ def _read(address: str, allowed_s: float, watch: _Watch, tls: ssl.SSLContext | N
             raise MissingFile(f"{address} does not exist") from error
         raise LogSourceUnreachable(f"{address} returned HTTP {error.code}") from error
     except Exception as error:
+        # The socket's own timeout: OpenerDirector wraps errors of connecting in a URLError.
+        if isinstance(getattr(error, "reason", error), TimeoutError):
+            raise _too_late(address, allowed_s) from error
         raise LogSourceUnreachable(f"cannot read {address}: {error}") from error
     finally:
         watch.close()
     return body
+
+
+def _too_late(address: str, allowed_s: float) -> LogSourceUnreachable:
+    return LogSourceUnreachable(
+        f"{address} cannot be read: no complete response within {allowed_s:.3g} s"
+    )
 
 
 class _Watch:
