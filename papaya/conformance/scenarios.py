@@ -213,10 +213,12 @@ class RejectedFirst(Scenario):
     name = "rejected"
     explains = "the first check-in is rejected for one to two seconds"
     rules = ()
+    retry_from_s = 1.0
 
     async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
         if seen.kind == "CheckIn" and self.first("CheckIn"):
-            return reply(Rejected("conformance: come back", 1.0, 2.0))
+            after_s = self.retry_from_s
+            return reply(Rejected("conformance: come back", after_s, 2.0 * after_s))
         return await pass_on()
 
 

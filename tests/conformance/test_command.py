@@ -33,7 +33,7 @@ RUN = (
     '--token-file "$PAPAYA_TOKEN_FILE" --history "$PAPAYA_STATE/history.json" --floor 0'
 )
 # Long enough for a machine with thirty times the load that it can handle.
-HEARTBEAT = ("--heartbeat", "5")
+HEARTBEAT = ("--heartbeat", "15")
 _VISIT_S = 300
 _DEADLINE_S = 1200.0
 
