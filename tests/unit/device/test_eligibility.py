@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from papaya.device import eligibility
 from papaya.device.eligibility import (
     CONDITIONS,
     ChargingProbe,
@@ -17,6 +18,12 @@ from papaya.device.eligibility import (
     UnmeteredProbe,
 )
 from papaya.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python stands for nmcli, and a busy machine needs many seconds to start it."""
+    monkeypatch.setattr(eligibility, "_NMCLI_TIMEOUT_S", 300.0)
 
 
 def write(root: Path, path: str, text: str) -> None:

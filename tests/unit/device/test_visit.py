@@ -422,7 +422,8 @@ def test_heartbeats_go_on_while_it_trains_and_an_abort_ends_the_training() -> No
             fake.replace["heartbeat"] = second_is_fatal
             finish = await one_visit(fake, trainer=trainer(seconds=60.0))
         assert finish == Finish("aborted", "stale")
-        assert fake.seen.count("heartbeat") == 2
+        # On a busy machine a third is sent before the answer to the second has been read.
+        assert fake.seen.count("heartbeat") >= 2
 
     asyncio.run(scenario())
 
