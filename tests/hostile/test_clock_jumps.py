@@ -21,7 +21,7 @@ UPDATE = bytes(4 * MODEL_LENGTH)
 
 def a_server(folder: Path, clock_ahead_s: float) -> RunningServer:
     clock = Clock(wall=lambda: time.time() + clock_ahead_s)
-    return RunningServer(folder, clock=clock, server=PatientConfig(silent_s=5.0))
+    return RunningServer(folder, clock=clock, server=PatientConfig(silent_s=15.0))
 
 
 def make_version(server: RunningServer) -> str:

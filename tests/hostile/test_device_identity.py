@@ -21,7 +21,7 @@ def a_server(folder: Path, device_tokens: str = "signed", silent_s: float = 120.
 
 
 def a_server_again(folder: Path) -> RunningServer:
-    return a_server(folder, silent_s=5.0)
+    return a_server(folder, silent_s=15.0)
 
 
 def take_part(server: RunningServer, device: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import ssl
 import threading
 from collections.abc import Iterator
@@ -168,14 +169,25 @@ def test_an_expiry_that_the_server_has_stretched(world: World) -> None:
     refused(world, world.device(), "signature", stretched)
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """For two hosts, one after the other: nobody else gets it in between."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
 def test_a_log_host_that_drips_is_given_up(tmp_path: Path) -> None:
     with Dripping(b"HTTP/1.0 200 OK\r\n\r\n") as host:
         world = World(tmp_path, f"http://127.0.0.1:{host.port}")
         assert "no complete response within" in refused(world, world.device(log_s=0.3), "log")
 
 
-def test_a_log_host_that_drips_does_not_keep_a_believed_party_waiting(tmp_path: Path) -> None:
-    with serving(tmp_path) as address:
+def test_a_log_host_that_drips_does_not_keep_a_believed_party_waiting(
+    tmp_path: Path, port: int
+) -> None:
+    with serving(tmp_path, port=port) as address:
         world = World(tmp_path, address)
         device = world.device()
         world.seal(device)
@@ -188,7 +200,7 @@ def test_a_log_host_that_drips_does_not_keep_a_believed_party_waiting(tmp_path: 
         done.set()
 
     slow = threading.Thread(target=unknown_party)
-    with Dripping(b"HTTP/1.0 200 OK\r\n\r\n", port=int(address.rpartition(":")[2])) as host:
+    with Dripping(b"HTTP/1.0 200 OK\r\n\r\n", port=port) as host:
         slow.start()
         assert host.asked.acquire(timeout=60)
         world.seal(device)

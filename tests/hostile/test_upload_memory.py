@@ -72,7 +72,7 @@ def test_a_model_that_does_not_fit_is_named_instead_of_promised(tmp_path: Path) 
 
 def test_one_ticket_cannot_hold_the_memory(tmp_path: Path) -> None:
     """And what it does hold goes when nothing more comes of it."""
-    with a_server(tmp_path, silent_s=5.0) as server, ExitStack() as lines:
+    with a_server(tmp_path, silent_s=15.0) as server, ExitStack() as lines:
         server.submit(model_length=length_of(10))
         greedy, honest = server.report()["ticket"], server.report()["ticket"]
         head = (

@@ -143,7 +143,11 @@ class HalfWay(Book):
 def test_sigterm_in_the_middle_of_direct_uploads_loses_and_doubles_nothing(tmp_path: Path) -> None:
     with Installation(tmp_path) as installation:
         shared: dict[str, Toml] = {"drain_s": 1.0}
-        apart = Apart(installation, selectors=1, aggregators=2, shared=shared, direct="http")
+        # No session may end for silence while the holder stops.
+        calm: dict[str, Toml] = {"heartbeat_s": 10.0}
+        apart = Apart(
+            installation, selectors=1, aggregators=2, shared=shared, server=calm, direct="http"
+        )
         apart.start()
         apart.admin().submit(CONFIG)
         book = asyncio.run(_stop_half_way(apart))

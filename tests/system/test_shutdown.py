@@ -11,7 +11,7 @@ from papaya.messages.base import SessionId
 from tests.system.admin import Admin
 from tests.system.fleet import Book, Fleet, Work, fleet
 from tests.system.oracle import Books
-from tests.system.processes import CALM, Installation, ServerProcess
+from tests.system.processes import Installation, ServerProcess, Toml
 
 _STEP_S = 240.0
 _GOAL = 8
@@ -30,8 +30,9 @@ CONFIG = TaskConfig(
 
 def test_a_clean_stop_answers_uploads_and_a_restart_goes_on_exactly_there(tmp_path: Path) -> None:
     with Installation(tmp_path, compiled=True) as installation:
-        # An upload that waits half-way for the other one keeps its slot for a heartbeat.
-        server = installation.add(deployment={"drain_s": _STEP_S}, server=CALM).start()
+        # An upload that waits half-way for the other one keeps its slot for three heartbeats.
+        calm: dict[str, Toml] = {"heartbeat_s": 10.0}
+        server = installation.add(deployment={"drain_s": _STEP_S}, server=calm).start()
         Admin(server.addresses["admin"], installation.secret("admin.token")).submit(CONFIG)
         asyncio.run(_stop_and_go_on(installation, server))
 

@@ -21,10 +21,10 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def serving(folder: Path, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+def serving(folder: Path, tls: ssl.SSLContext | None = None, port: int = 0) -> Iterator[str]:
     """Its address; the folder may change meanwhile."""
     handler = functools.partial(_Quiet, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
         if tls is not None:
             server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
