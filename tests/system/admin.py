@@ -26,7 +26,7 @@ class Admin:
         self._tls = tls
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        connection = self._connect()
+        connection = self._connected()
         try:
             headers = {"Authorization": f"Bearer {self._token}"}
             connection.request(method, path, body=body, headers=headers)
@@ -70,7 +70,20 @@ class Admin:
         assert status == 200, f"{method} {path}: {status} {answer[:500]!r}"
         return msgspec.json.decode(answer)
 
-    def _connect(self) -> http.client.HTTPConnection:
-        if self._tls is not None:
-            return http.client.HTTPSConnection(self._address, timeout=_TIMEOUT_S, context=self._tls)
-        return http.client.HTTPConnection(self._address, timeout=_TIMEOUT_S)
+    def _connected(self) -> http.client.HTTPConnection:
+        """A server gives a handshake ten seconds, in which this process may have stopped."""
+        if self._tls is None:
+            return http.client.HTTPConnection(self._address, timeout=_TIMEOUT_S)
+        ends_at = time.monotonic() + _TIMEOUT_S
+        while True:
+            connection = http.client.HTTPSConnection(
+                self._address, timeout=_TIMEOUT_S, context=self._tls
+            )
+            try:
+                connection.connect()
+            except (ConnectionResetError, ssl.SSLEOFError):
+                connection.close()
+                assert time.monotonic() < ends_at
+                time.sleep(_POLL_S)
+            else:
+                return connection

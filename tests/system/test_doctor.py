@@ -14,6 +14,7 @@ from threading import Thread
 
 import pytest
 
+from papaya.cli import doctor
 from papaya.cli.doctor import Diagnosis, DoctorOptions, examine, run
 from papaya.cli.main import main
 from papaya.config import AsyncFL, SecureAggregation, TaskConfig
@@ -27,6 +28,14 @@ from tests.system.test_secure import STEP_S, until
 from tests.system.tls import Authority, make_certificates
 
 Plant = Callable[[Path, Path], None]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _patience() -> Iterator[None]:
+    """Its questions wait ten seconds for an answer: too little for a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "_ANSWER_S", STEP_S)
+        yield
 
 
 def found(config: Path) -> list[Diagnosis]:
