@@ -32,7 +32,7 @@ from papaya.cli.simulate.options import add_ray
 from papaya.errors import OperatorError
 from papaya.study.experiments.reproduce import EXPERIMENTS, as_data, reproduce
 from papaya.study.experiments.result import Result
-from papaya.study.experiments.runs import SCALES, Scale
+from papaya.study.experiments.runs import SCALES, Scale, tuning_seeds
 from papaya.study.experiments.tables import verdicts
 from papaya.study.lab import LabStep
 from papaya.study.workloads.text import LIBRARY_NAME, open_corpus
@@ -45,6 +45,7 @@ class ReproduceOptions(FormatOptions):
     what: list[str]
     scale: str = "quick"
     seeds: int | None = None
+    first_seed: int = 1
     jobs: int = 2
     ray: str | None = None
     data: str = LIBRARY_NAME
@@ -77,6 +78,13 @@ def add_to(commands: Commands) -> None:
         help="number of repetitions (default: 5)",
     )
     parser.add_argument(
+        "--first-seed",
+        type=whole(1),
+        metavar="S",
+        help="seed of the first repetition; the others follow it (to repeat published results with "
+        "seeds that nobody has seen)",
+    )
+    parser.add_argument(
         "--data",
         metavar="PATH",
         help="real text beside the synthetic language: a folder with texts (a client per file), "
@@ -93,7 +101,7 @@ def add_to(commands: Commands) -> None:
 def run(options: ReproduceOptions) -> int:
     scale = SCALES[options.scale]
     keys = _keys(options.what, scale)
-    seeds = range(1, 1 + (options.seeds or scale.seeds))
+    seeds = _seeds(options.first_seed, options.seeds or scale.seeds, scale)
     folder = make_folder(options.output / scale.name)
     started = time.monotonic()
     corpus = None if options.data == "none" else open_corpus(options.data)
@@ -112,7 +120,7 @@ def run(options: ReproduceOptions) -> int:
         results = reproduce(
             keys,
             scale,
-            list(seeds),
+            seeds,
             folder,
             jobs=options.jobs,
             ray=options.ray,
@@ -128,6 +136,16 @@ def run(options: ReproduceOptions) -> int:
     cpu_s = sum(os.times()[:4])  # of this process and of those that it has waited for
     note(f"\nreport: {folder / 'report.html'} ({minutes:.1f} minutes, {cpu_s:.0f} CPU-seconds)")
     return 0 if all(check.holds for result in results for check in result.checks) else 1
+
+
+def _seeds(first: int, count: int, scale: Scale) -> range:
+    seeds, tuning = range(first, first + count), tuning_seeds(scale)
+    if seeds.start < tuning.stop and tuning.start < seeds.stop:
+        raise OperatorError(
+            f"the seeds {first} to {seeds[-1]} contain {tuning[0]}, with which rates are tuned",
+            hint=f"choose seeds below {tuning[0]}, or --first-seed {tuning.stop}",
+        )
+    return seeds
 
 
 def _keys(what: list[str], scale: Scale) -> list[str]:

@@ -122,6 +122,14 @@ def test_a_misspelt_experiment_gets_a_similar_name(capsys: pytest.CaptureFixture
     assert "hint: did you mean execution-times? use all, " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("first", ["997", "1001"])
+def test_seeds_with_which_rates_are_tuned_are_not_reported(
+    first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reproduce", "speedup", "--seeds", "5", "--first-seed", first]) == 2
+    assert "contain 1001, with which rates are tuned" in capsys.readouterr().err
+
+
 def test_all_claims_are_in_the_tables_of_verdicts(toy: tuple[Path, list[Result]]) -> None:
     folder, results = toy
     text = (folder / "verdicts.md").read_text(encoding="utf-8")
@@ -316,7 +324,7 @@ def test_a_report_has_only_results_of_the_same_inputs(tmp_path: Path) -> None:
     assert not told([1, 2], "tee-transfer")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "left out here: execution-times." in text
-    assert "<td>seeds<td>2" in text
+    assert "<td>seeds<td>1 to 2" in text
 
 
 def test_what_was_recorded_is_not_recorded_again(tmp_path: Path) -> None:
