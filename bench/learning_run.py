@@ -121,7 +121,7 @@ def workload(folder: Path) -> TorchWorkload:
     library = compile_gradient(loaded.task, data.of(0, 4), cache_folder() / "gradients")
     device: Ints = np.arange(JUDGES)
     judges = Clients(device, np.zeros_like(device), np.full(JUDGES, 20, np.int64))
-    return TorchWorkload(loaded, data.of, judges, library=library)
+    return TorchWorkload(loaded, data.of, judges, way=library)
 
 
 def do_record(folder: Path, updates: int) -> dict[str, Any]:
