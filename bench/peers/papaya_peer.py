@@ -61,7 +61,7 @@ class Papaya:
         library = compile_gradient(loaded.task, self._examples[:4], cache_folder() / "gradients")
         nobody = np.zeros(0, np.int64)
         self._workload = TorchWorkload(
-            loaded, self._examples_of, Clients(nobody, nobody, nobody), library=library
+            loaded, self._examples_of, Clients(nobody, nobody, nobody), way=library
         )
         self._optimizer = server_optimizer(OptimizerConfig(kind="fedavg"))
         self._manifest = loaded.manifest
