@@ -237,7 +237,7 @@ def _with_upload_url(deployment: Deployment) -> Deployment:
     return msgspec.structs.replace(deployment, devices=where, upload_url=url)
 
 
-def make_certificate(folder: Path) -> dict[str, str]:
+def make_certificate(folder: Path) -> dict[str, Any]:
     """The settings of servers on this machine with TLS: one certificate, its own authority."""
     certificate, key = str(folder / "certificate.pem"), str(folder / "key.pem")
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"

@@ -41,7 +41,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import slow_uploads
@@ -277,9 +277,11 @@ AT_ONCE, MOST_OPEN = 8_000, 64
 
 
 def bursts(version: Version) -> None:
+    few: dict[str, Any] = {"max_connections": MOST_OPEN}
+    usual: dict[str, Any] = {}
     for kind, where, settings in (
-        ("crowd", "above max_connections", {"max_connections": MOST_OPEN}),
-        ("neighbours", "of one address above its limit", {}),
+        ("crowd", "above max_connections", few),
+        ("neighbours", "of one address above its limit", usual),
     ):
         with running(SERVER, apart=False, program=version.program, **settings) as servers:
             found = burst(kind, servers.devices, AT_ONCE)
@@ -357,7 +359,7 @@ LATE_S, PATIENCE_S = 10.0, 60.0
 
 
 def greedy(version: Version) -> None:
-    signed = {"device_tokens": "signed"}
+    signed: dict[str, Any] = {"device_tokens": "signed"}
     for case, measure in (("sessions", sessions_of_one), ("places in a buffer", places_of_one)):
         with running(SERVER, apart=False, program=version.program, **signed) as servers:
             goal = structs.replace(TASK, concurrency=SESSIONS, regime=AsyncFL(GOAL))

@@ -82,7 +82,7 @@ class Aggregator:
         self.number += 1
         self.joined[self.number], self.new = tuple(self.new), []
         joined = tuple(session for each in self.joined.values() for session in each)
-        tasks = ()
+        tasks: tuple[TaskReport, ...] = ()
         if self.task:
             demand = self.concurrency - self.active
             tasks = (TaskReport(self.task, self.seq, self.active, demand, self.ended, joined),)

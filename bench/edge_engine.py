@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -68,7 +69,7 @@ def train(engine_name: str, path: str, initial_path: str, sample_path: str, outp
         from papaya.learning.task import load_task
         from papaya.learning.torch.engine import TorchEngine
 
-        engine = TorchEngine(load_task(Path(path)))
+        engine: Any = TorchEngine(load_task(Path(path)))
     else:
         from papaya.learning.executorch.engine import ExecuTorchEngine
         from papaya.learning.executorch.program_file import read_program
@@ -93,7 +94,8 @@ def measured(engine_name: str, folder: Path) -> dict[str, float]:
         check=True,
         capture_output=True,
     )
-    return json.loads(done.stdout)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
 
 
 def compare(case: str, source: str, folder: Path) -> None:
@@ -116,7 +118,8 @@ def compare(case: str, source: str, folder: Path) -> None:
     for what, field in (("memory", "peak_mb"), ("CPU per step", "step_ms")):
         edge, eager = (min(turn[e][field] for turn in turns) for e in ("executorch", "torch"))
         target = TARGETS[case, what]
-        line = {"bench": "edge_engine", "case": f"{case}, {what}, executorch ÷ torch"}
+        line: dict[str, object] = {"bench": "edge_engine"}
+        line |= {"case": f"{case}, {what}, executorch ÷ torch"}
         line |= {"value": round(edge / eager, 2), "target": target}
         line |= {"passed": edge / eager <= target, field: round(edge, 1)}
         print(json.dumps(line | {f"torch_{field}": round(eager, 1)}, ensure_ascii=False))

@@ -39,7 +39,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -153,7 +153,7 @@ def details(*rates: Rate) -> dict[str, object]:
 
 
 def rate(role: str, processes: int, devices: int, update: Encoded, quota: float | None) -> Rate:
-    numbers = {"selectors": 1, "aggregators": 1} | {f"{role}s": processes}
+    numbers: dict[str, Any] = {"selectors": 1, "aggregators": 1} | {f"{role}s": processes}
     with running(SERVER, apart=True, upload_memory_mb=UPLOAD_MEMORY_MB, **numbers) as servers:
         for task in TASKS:
             places = devices * 5 // 6 // len(TASKS)

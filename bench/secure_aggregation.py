@@ -238,7 +238,8 @@ def bench_widths(delta: Reals, client: TsaClient) -> None:
     wide = replace(PARAMETERS, task="wide", aggregation_goal=WIDTHS_GOAL, threshold=WIDTHS_GOAL)
     narrow = replace(wide, task="narrow", scheme=SCHEME_16)
     seeds = [os.urandom(16) for _ in range(SEEDS)]
-    updates, works = [], []
+    updates = []
+    works: list[Callable[[], object]] = []
     for agreed in (narrow, wide):
         offers = client.offers(client.register(agreed), WIDTHS_GOAL + TURNS)
         members = [sealed_for(client, offers.pop(), agreed, delta) for _ in range(WIDTHS_GOAL)]

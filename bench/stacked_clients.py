@@ -39,7 +39,8 @@ _MOST_GAIN = 1.5
 def loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy in operators that vmap takes for any number of clients."""
     scores = module(inputs)
-    return (scores.exp().sum(-1).log() - (scores * targets).sum(-1)).mean()
+    mean: Tensor = (scores.exp().sum(-1).log() - (scores * targets).sum(-1)).mean()
+    return mean
 
 
 def model() -> nn.Module:

@@ -13,6 +13,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 from _devices import Device
 from _servers import Servers, make_certificate, report, require, running
@@ -27,7 +28,10 @@ HELD_KB, GROWTH = 16.0, 0.1
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="papaya-bench-tls-") as folder:
         settings = make_certificate(Path(folder))
-        limits = {"max_connections": 3 * HELD, "max_connections_per_address": 3 * HELD}
+        limits: dict[str, Any] = {
+            "max_connections": 3 * HELD,
+            "max_connections_per_address": 3 * HELD,
+        }
         with running(ServerConfig(), apart=False, **settings, **limits) as servers:
             visit(servers, THREADS)  # what the first requests allocate is not per connection
             before_kb = resident_kb(servers)

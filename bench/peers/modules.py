@@ -44,12 +44,16 @@ class PlainLoop:
     def __init__(self, data: Data) -> None:
         torch.set_num_threads(1)
         self.module = first_module(data)
-        self.learnt = [value for value in self.module.parameters() if value.requires_grad]
+        self.learnt: list[Tensor] = [
+            value for value in self.module.parameters() if value.requires_grad
+        ]
         self._optimizer = torch.optim.SGD(self.learnt, lr=data.rate, foreach=True)
 
     def train(self, inputs: Tensor, targets: Tensor) -> None:
-        batches = zip(inputs.split(BATCH), targets.split(BATCH), strict=True)
+        some = inputs.split(BATCH), targets.split(BATCH)  # type: ignore[no-untyped-call]
+        batches = zip(*some, strict=True)
         for some_inputs, some_targets in batches:
             self._optimizer.zero_grad()
-            torch_models.loss(self.module, some_inputs, some_targets).backward()
+            loss = torch_models.loss(self.module, some_inputs, some_targets)
+            loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()

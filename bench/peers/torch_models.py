@@ -6,6 +6,7 @@ perceptron. Imports torch and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -79,7 +80,7 @@ class Transformer(nn.Module):
         self.places = nn.Parameter(torch.randn(STEPS, width) * 0.02)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(2))
         self.after = nn.LayerNorm(width)
-        self.output = nn.Linear(width, WORDS)
+        self.output: nn.Module = nn.Linear(width, WORDS)
 
     def forward(self, inputs: Tensor) -> Any:
         hidden = self.embedding(inputs) + self.places
@@ -91,7 +92,7 @@ class Transformer(nn.Module):
 class Adapted(nn.Module):
     """A frozen linear layer with a trained product of two thin matrices (LoRA)."""
 
-    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+    def __init__(self, base: Any, rank: int = 4) -> None:
         super().__init__()
         self.base = base
         self.down = nn.Parameter(torch.randn(rank, base.in_features) * 0.1)
@@ -128,14 +129,15 @@ class Recurrent(nn.Module):
 
 
 def make(name: str, form: dict[str, Any]) -> nn.Module:
-    return {
+    makers: dict[str, Callable[[], nn.Module]] = {
         "perceptron": lambda: Perceptron(form),
         "cnn": Convolutions,
         "transformer": Transformer,
         "lora": AdaptedTransformer,
         "gru": lambda: Recurrent(nn.GRU),
         "lstm": lambda: Recurrent(nn.LSTM),
-    }[name]()
+    }
+    return makers[name]()
 
 
 def loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
