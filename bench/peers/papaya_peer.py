@@ -1,8 +1,9 @@
 """A user's task file in Papaya's simulator: what `papaya.study.replay` does for a round.
 
-Training is that of `TorchWorkload` with compiled steps: each client's examples are read from bytes
-and shuffled, as in a simulation, where the peers have tensors that were made before. Weighted sum
-and step are the aggregator's. Runs in the virtual environment of Papaya.
+Training is that of `TorchWorkload` with compiled steps, or with eager ones
+(`papaya_eager_peer.py`): each client's examples are read from bytes and shuffled, as in a
+simulation, where the peers have tensors that were made before. Weighted sum and step are the
+aggregator's. Runs in the virtual environment of Papaya.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from papaya.learning.parameters import Vector
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.learning.task import load_task
 from papaya.learning.torch.compiled_gradient import compile_gradient
+from papaya.learning.torch.processor import CPU
 from papaya.learning.weighting import Admitted, Contribution, WeightedSum
 from papaya.study.workloads.base import Clients
 from papaya.study.workloads.torch_task import TorchWorkload
+from papaya.study.workloads.torch_workers import Way
 
 _TASK = """
 
@@ -51,17 +54,19 @@ class Papaya:
         name: version(name) for name in ("papaya-fl", "torch", "numpy")
     }
 
-    def __init__(self, data: Data) -> None:
+    def __init__(self, data: Data, *, compiled: bool = True) -> None:
         place = tempfile.TemporaryDirectory()
         loaded = load_task(_task_file(data, Path(place.name)))
         rows = zip(data.inputs, data.targets, strict=True)
         self._examples = [inputs.tobytes() + targets.tobytes() for inputs, targets in rows]
         self._offsets = data.offsets
         self._sgd = loaded.task.client
-        library = compile_gradient(loaded.task, self._examples[:4], cache_folder() / "gradients")
+        way: Way = CPU
+        if compiled:
+            way = compile_gradient(loaded.task, self._examples[:4], cache_folder() / "gradients")
         nobody = np.zeros(0, np.int64)
         self._workload = TorchWorkload(
-            loaded, self._examples_of, Clients(nobody, nobody, nobody), way=library
+            loaded, self._examples_of, Clients(nobody, nobody, nobody), way=way
         )
         self._optimizer = server_optimizer(OptimizerConfig(kind="fedavg"))
         self._manifest = loaded.manifest
