@@ -8,10 +8,13 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from papaya.errors import OperatorError
 
 CPU: Final = torch.device("cpu")
+# A packed sequence is a named tuple, but keeps the lengths of its sequences on the CPU.
+_WITH_TO: Final[tuple[Any, ...]] = (torch.Tensor, PackedSequence)
 
 
 def gpu() -> torch.device:
@@ -33,14 +36,18 @@ def has_gpu() -> bool:
 def moved(value: Any, processor: torch.device) -> Any:
     """The same value with its tensors on this processor, also those in tuples, lists and dicts.
 
-    Objects of other classes stay as they are: their tensors are not looked for.
+    Objects of other classes stay as they are: their tensors are not looked for. For the CPU nothing
+    is moved, because batches are made there.
     """
-    if isinstance(value, torch.Tensor):
+    if processor == CPU:
+        return value
+    if isinstance(value, _WITH_TO):
         return value.to(processor)
     if isinstance(value, dict):
         return {key: moved(each, processor) for key, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
-        return type(value)(*(moved(each, processor) for each in value))
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
+        # Not by its class, which may take other arguments than its fields.
+        return type(value)._make(moved(each, processor) for each in value)
     if type(value) in (tuple, list):
         return type(value)(moved(each, processor) for each in value)
     return value

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
@@ -158,6 +159,16 @@ class Lengths(NamedTuple):
     most: int
 
 
+class Padded(Lengths):
+    """Takes other arguments than it has fields."""
+
+    def __new__(cls, sequences: list[torch.Tensor]) -> Padded:
+        return cls._make([nn.utils.rnn.pad_sequence(sequences), max(map(len, sequences))])
+
+
+SEQUENCES = [torch.zeros(1), torch.ones(2)]
+
+
 def where_parts_are() -> list[str]:
     lengths = Lengths(torch.zeros(1), 7)
     batch = (torch.zeros(2), [torch.zeros(1)], {"mask": (torch.zeros(1), 5)}, lengths, "text", None)
@@ -170,6 +181,27 @@ def where_parts_are() -> list[str]:
 
 def test_tensors_inside_of_other_values_are_moved(child: ProcessPoolExecutor) -> None:
     assert child.submit(where_parts_are).result() == [NAME] * 4
+
+
+def where_sequences_are() -> list[str]:
+    padded, packed = Padded(SEQUENCES), pack_sequence(SEQUENCES, enforce_sorted=False)
+    on_gpu = moved((padded, packed), gpu())
+    assert [type(each) for each in on_gpu] == [Padded, PackedSequence]
+    assert on_gpu[0].most == 2
+    assert on_gpu[1].batch_sizes.tolist() == [2, 1]
+    tensors = on_gpu[0].words, on_gpu[1].data, on_gpu[1].sorted_indices, on_gpu[1].batch_sizes
+    return [tensor.device.type for tensor in tensors]
+
+
+def test_sequences_in_named_tuples_of_other_arguments_are_moved(child: ProcessPoolExecutor) -> None:
+    """PyTorch needs the lengths of a packed sequence on the CPU."""
+    assert child.submit(where_sequences_are).result() == [NAME, NAME, NAME, "cpu"]
+
+
+def test_a_batch_for_the_cpu_stays_as_it_is() -> None:
+    """Devices train on the CPU, also with classes that cannot be built from their fields."""
+    batch = (Padded(SEQUENCES), {"packed": pack_sequence(SEQUENCES, enforce_sorted=False)})
+    assert moved(batch, CPU) is batch
 
 
 @pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
