@@ -9,11 +9,14 @@ while the resolver does not answer.
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import socket
+import time
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 from papaya.http.sockets import Address
@@ -26,6 +29,8 @@ _MAX_LOOKUPS = 64  # that wait or run
 _LOOKUP_S = 1.0
 _FRESH_S = 10.0
 _MAX_KNOWN = 4096
+_MAX_THREADS = 1024  # MAX_THREADPOOL_SIZE of libuv
+_END_S = 1.0
 
 _Answer = asyncio.Future[Found]
 
@@ -107,13 +112,49 @@ def _work(queue: SimpleQueue[tuple[Address, _Answer] | None]) -> None:
 
 
 async def start_lookup_threads() -> None:
-    """uvloop looks names up on threads that start at its first lookup. If they cannot start then,
-    at a limit on threads, libuv aborts the process. So a server starts them first of all. Raises
-    RuntimeError if no thread can start at all.
+    """uvloop looks names up on threads that start at its first lookup. If one of them cannot start
+    then, at a limit on threads, libuv aborts the process. So a server starts them first of all.
+    Raises RuntimeError if too few threads can start.
     """
-    Thread(target=lambda: None, name="papaya-first-thread").start()
+    _try_threads(_threads_of_libuv())
+    # An address needs no resolver, which may be slow. Without a type of socket, uvloop parses it on
+    # the threads too.
     with suppress(OSError):
-        await asyncio.get_running_loop().getaddrinfo("localhost", None)
+        await asyncio.get_running_loop().getaddrinfo("127.0.0.1", None, flags=socket.AI_NUMERICHOST)
+
+
+def _threads_of_libuv() -> int:
+    """As libuv parses the setting: what follows a number is ignored, a negative one is too large,
+    and without a number it is 0.
+    """
+    found = re.match(r"\s*[+-]?[0-9]+", os.environ.get("UV_THREADPOOL_SIZE", "4"))
+    number = int(found[0]) if found else 0
+    return _MAX_THREADS if number < 0 else min(max(number, 1), _MAX_THREADS)
+
+
+def _try_threads(count: int) -> None:
+    """Raises RuntimeError unless `count` threads can run at the same time."""
+    may_end = Event()
+    started: list[Thread] = []
+    try:
+        for _ in range(count):
+            thread = Thread(target=may_end.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except (RuntimeError, MemoryError) as error:
+        raise RuntimeError(f"only {len(started)} of {count} could be started: {error}") from error
+    finally:
+        may_end.set()
+        for thread in started:
+            thread.join()
+            _await_end(thread)
+
+
+def _await_end(thread: Thread) -> None:
+    """`join` returns while the operating system may still count the thread."""
+    until = time.monotonic() + _END_S
+    while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < until:
+        time.sleep(0.001)
 
 
 def _addresses(where: Address, flags: int = 0) -> Found:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -57,6 +58,34 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
     monkeypatch.setattr(lookups, "_LOOKUP_S", 10 * PATIENCE_S)
     yield made
     made.may_answer.set()  # no thread is left waiting
+
+
+class ThreadLimit:
+    """The operating system refuses to start more than `left` further threads."""
+
+    def __init__(self, start: Callable[[threading.Thread], None]) -> None:
+        self.left = 0
+        self.error: Exception = RuntimeError("can't start new thread")
+        self.started: list[threading.Thread] = []
+        self._start = start
+
+    def start(self, thread: threading.Thread) -> None:
+        if not self.left:
+            raise self.error
+        self.left -= 1
+        self._start(thread)
+        self.started.append(thread)
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> ThreadLimit:
+    made = ThreadLimit(threading.Thread.start)
+
+    def start(thread: threading.Thread) -> None:
+        made.start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    return made
 
 
 async def until_waiting(names: Names, count: int) -> None:
@@ -220,24 +249,13 @@ def test_the_threads_end_and_do_not_keep_the_process_alive(loop: str, names: Nam
 
 @both_loops
 def test_names_are_looked_up_again_after_a_limit_on_threads(
-    loop: str, names: Names, monkeypatch: pytest.MonkeyPatch
+    loop: str, names: Names, limit: ThreadLimit
 ) -> None:
-    left, start = 0, threading.Thread.start
-
-    def start_below_limit(thread: threading.Thread) -> None:
-        nonlocal left
-        if not left:
-            raise RuntimeError("can't start new thread")
-        left -= 1
-        start(thread)
-
     async def main() -> None:
-        nonlocal left
         own = Lookups()
-        monkeypatch.setattr(threading.Thread, "start", start_below_limit)
         with pytest.raises(socket.gaierror, match="can't start new thread"):
             await own.find(A)
-        left = 1
+        limit.left = 1
         finding = [asyncio.create_task(own.find(where)) for where in (A, B)]
         await until_waiting(names, 1)
         names.may_answer.set()
@@ -248,20 +266,86 @@ def test_names_are_looked_up_again_after_a_limit_on_threads(
     run(main(), loop)
 
 
+@pytest.mark.parametrize(
+    ("left", "error"), [(0, RuntimeError("no thread")), (3, MemoryError("no memory"))]
+)
+def test_the_preparation_raises_if_fewer_threads_can_start_than_libuv_starts(
+    left: int, error: Exception, limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libuv would abort the process, so no lookup may begin."""
+    monkeypatch.delenv("UV_THREADPOOL_SIZE", raising=False)
+    limit.left, limit.error = left, error
+    with pytest.raises(RuntimeError, match=f"only {left} of 4 could be started: {error}"):
+        run(lookups.start_lookup_threads())
+    assert len(limit.started) == left
+    assert not any(thread.is_alive() for thread in limit.started)
+
+
+COUNTED = """
+import asyncio, os, threading
+import uvloop
+from papaya.http.lookups import start_lookup_threads
+
+tried = []
+start = threading.Thread.start
+
+def counted(thread):
+    tried.append(thread)
+    start(thread)
+
+threading.Thread.start = counted
+
+async def main():
+    before = len(os.listdir("/proc/self/task"))
+    await start_lookup_threads()
+    print(len(tried), len(os.listdir("/proc/self/task")) - before)
+
+uvloop.run(main())
+"""
+
+
+@pytest.mark.parametrize("setting", ["", " 6 of them"])
+def test_as_many_threads_are_tried_as_libuv_starts(setting: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", COUNTED],
+        env=os.environ | {"UV_THREADPOOL_SIZE": setting},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
+    tried, started = ended.stdout.split()
+    assert tried == started
+
+
+@pytest.mark.parametrize(
+    ("setting", "count"), [("0", 1), ("1024", 1024), ("1025", 1024), ("-1", 1024)]
+)
+def test_the_threads_of_libuv_are_bounded(
+    setting: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UV_THREADPOOL_SIZE", setting)
+    assert lookups._threads_of_libuv() == count
+
+
 AT_A_LIMIT = """
-import asyncio, resource, sys
+import asyncio, resource, sys, threading
 import uvloop
 from papaya.http.errors import PeerUnavailable
 from papaya.http.lookups import start_lookup_threads
 from papaya.http.pool import ConnectionPool
 
 "".encode("idna")  # a codec that the lookup would have to load
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 def limit_threads():
     with open("/proc/self/statm") as sizes:
         used = int(sizes.read().split()[0]) * resource.getpagesize()
-    # There is room for a little more, but not for the stack of another thread.
-    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), used + (1 << 20)))
+    # Room for everything except the stacks of threads: 1 GiB for one of Python, and 8 MiB for each
+    # of the 32 of libuv.
+    most = used + (128 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    threading.stack_size(1 << 30)
 
 async def main():
     if sys.argv[1] == "prepared":
@@ -284,8 +368,14 @@ uvloop.run(main())
 
 
 def at_a_limit(how: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", AT_A_LIMIT, how]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    return subprocess.run(
+        [sys.executable, "-c", AT_A_LIMIT, how],
+        env=os.environ | {"UV_THREADPOOL_SIZE": "32"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
 
 
 def test_a_lookup_at_a_limit_on_threads_does_not_end_the_process() -> None:
