@@ -30,7 +30,7 @@ _LOOKUP_S = 1.0
 _FRESH_S = 10.0
 _MAX_KNOWN = 4096
 _MAX_THREADS = 1024  # MAX_THREADPOOL_SIZE of libuv
-_END_S = 1.0
+_END_S = 10.0
 
 _Answer = asyncio.Future[Found]
 
