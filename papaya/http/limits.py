@@ -19,7 +19,8 @@ class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_connections: int = 20_000  # a further one is answered 503 and closed
     max_connections_per_address: int = 20_000  # IPv6: per /64
-    # Places to keep free: if fewer are free, idle connections are closed, the longest idle first.
+    # Places to keep free: if fewer are free, connections that have been idle for a few sweeps are
+    # closed, the longest idle first.
     spare: int = 0
     max_head_bytes: int = MAX_HEAD_BYTES
     head_timeout_s: float = 10.0  # from connecting, or from the first byte of a later head

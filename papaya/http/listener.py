@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 from collections.abc import Callable, Iterable
 from email.utils import formatdate
 from functools import partial
@@ -29,6 +30,10 @@ Observe = Callable[[str, int, float], None]
 
 _BACKLOG = 4096
 _MAX_WARNINGS = 256
+_WARN_S = 60.0
+# A connection is closed to make room only if it has been idle for this many sweeps. However late a
+# sweep is, two are counted, so there was at least one in which a request would have been received.
+_IDLE_SWEEPS = 3
 
 
 def plain_problem(status: int, text: str, retry_after_s: float | None) -> bytes:
@@ -68,6 +73,7 @@ class ListenerState:
         self.scratch = memoryview(bytearray(limits.max_head_bytes))
         self.date = ""  # the Date header, renewed by each sweep
         self._refused: set[tuple[str, str]] = set()  # hosts and reasons that were logged
+        self._made_room_at = -math.inf  # when that was last logged
         self._all_gone = asyncio.Event()
         self._sweep()
 
@@ -113,21 +119,35 @@ class ListenerState:
                 connection.check_timeouts(now)
             except Exception:
                 log.exception("cannot check the timeouts of a connection")
-        self._make_room()
+        self._make_room(now)
 
-    def _make_room(self) -> None:
+    def _make_room(self, now: float) -> None:
         """Closes connections that wait for a request, the one that has waited longest first, until
         `spare` places are free.
+
+        The next request may be on its way, most likely on a connection that has just become idle:
+        clients use the one that they used last. Its client would have to send it again, which it
+        cannot do with a body that it only passes on. So connections are spared for a few sweeps.
         """
         missing = self.places() + self.limits.spare - self.limits.max_connections
-        if self.limits.spare and missing > 0:
-            idle = [
-                (since, id(connection), connection)
-                for connection in self.connections
-                if (since := connection.idle_since) is not None
-            ]
-            for _, _, connection in nsmallest(missing, idle):
-                connection.close_if_idle()
+        if not self.limits.spare or missing <= 0:
+            return
+        latest = now - _IDLE_SWEEPS * self.limits.sweep_s
+        idle = [
+            (since, id(connection), connection)
+            for connection in self.connections
+            if (since := connection.idle_since) is not None and since <= latest
+        ]
+        for _, _, connection in nsmallest(missing, idle):
+            connection.close_if_idle()
+        if idle and now - self._made_room_at >= _WARN_S:
+            self._made_room_at = now
+            log.warning(
+                "idle connections are closed because fewer than %d of max_connections = %d places "
+                "are free (hint: raise it)",
+                self.limits.spare,
+                self.limits.max_connections,
+            )
 
 
 class Listener:

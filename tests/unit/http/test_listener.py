@@ -14,8 +14,10 @@ from papaya.http.server_connection import ServerConnection
 from tests.unit.http.loopback import (
     IMPATIENT,
     LOOPS,
+    PATIENCE_S,
     PATIENT,
     Client,
+    PatientPool,
     Shop,
     a_client,
     a_request,
@@ -76,27 +78,32 @@ def test_a_connection_that_was_just_accepted_is_closed_with_the_listener(loop: s
     run(main(), loop)
 
 
-def test_the_connections_that_have_waited_longest_make_room() -> None:
+class Waiting:
+    def __init__(self, closed: list[float], since: float | None) -> None:
+        self.idle_since = since
+        self._closed = closed
+
+    def check_timeouts(self, now: float) -> None: ...
+
+    def close_if_idle(self) -> None:
+        assert self.idle_since is not None
+        self._closed.append(self.idle_since)
+
+
+def test_the_connections_that_have_waited_longest_make_room(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     closed: list[float] = []
-
-    class Waiting:
-        def __init__(self, since: float | None) -> None:
-            self.idle_since = since
-
-        def check_timeouts(self, now: float) -> None: ...
-
-        def close_if_idle(self) -> None:
-            assert self.idle_since is not None
-            closed.append(self.idle_since)
 
     async def main() -> None:
         limits = structs.replace(PATIENT, max_connections=6, spare=2)
         async with a_service([], limits) as service:
-            found = [Waiting(since) for since in (4.0, None, 1.0, 3.0, None, 2.0)]
+            found = [Waiting(closed, since) for since in (4.0, None, 1.0, 3.0, None, 2.0)]
             for connection in found[:4]:
                 service.connections.add(cast(ServerConnection, connection))
             service._sweep()
             assert closed == []
+            assert not caplog.records
             service.places = lambda: 5  # one is in a TLS handshake
             service._sweep()
             assert closed == [1.0]
@@ -108,6 +115,48 @@ def test_the_connections_that_have_waited_longest_make_room() -> None:
             service.connections.clear()
 
     run(main())
+    [warning] = caplog.messages  # it is written at most once a minute
+    assert "fewer than 2 of max_connections = 6 places are free" in warning
+
+
+def test_connections_that_have_just_become_idle_make_no_room(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    closed: list[float] = []
+
+    async def main() -> None:
+        limits = structs.replace(PATIENT, max_connections=2, spare=2)
+        async with a_service([], limits) as service:
+            idle = [Waiting(closed, since) for since in (100.0, 98.5)]
+            service.connections.update(cast(list[ServerConnection], idle))
+            service._make_room(now=101.0)
+            assert closed == []
+            assert not caplog.records
+            service._make_room(now=101.5)
+            assert closed == [98.5]
+            service.connections.clear()
+
+    run(main())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_next_upload_on_a_connection_is_served_though_places_are_few(loop: str) -> None:
+    """A relayed chunk cannot be sent again."""
+    shop = Shop()
+
+    async def main() -> None:
+        limits = structs.replace(PATIENT, max_connections=2, spare=1, sweep_s=PATIENCE_S)
+        async with a_server(shop.routes, limits) as listening:
+            listening._state.places = lambda: 2
+            address, pool = f"127.0.0.1:{listening.port}", PatientPool()
+            assert (await pool.request(address, "GET", "/echo")).status == 200
+            listening._state._sweep()
+            upload = pool.open_upload(address, "PUT", "/stream/chunk", (), 5, PATIENCE_S)
+            upload.write(b"chunk")
+            assert (await upload.answer).body == b"chunk"
+            await pool.close()
+
+    run(main(), loop)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
