@@ -39,8 +39,10 @@ from papaya.learning.torch.gradient_runtime import ClientSteps
 from papaya.learning.torch.module import make_module, read_batch
 from papaya.learning.torch.parts import parts_of
 from papaya.sim.draws import Ints
+from papaya.study.replay import Rates, learn
 from papaya.study.workloads.base import Clients
 from papaya.study.workloads.torch_task import TorchWorkload
+from tests.unit.study.learners import Kept, a_trace
 
 Loss = Callable[..., Tensor]
 
@@ -347,6 +349,23 @@ def test_a_compiled_workload_gives_the_same_bits_in_any_batching(
         alone = clients.take(slice(client, client + 1))
         found = there.train([model], np.zeros(1, np.int64), alone, sgd)
         assert found.tobytes() == expected[client].tobytes()
+
+
+def test_compiled_learning_in_processes_gives_the_same_bits(
+    small: tuple[LoadedTask, Library],
+) -> None:
+    """Their clients train ahead, in other shares than here (training_ahead.py)."""
+    loaded, library = small
+    device: Ints = np.arange(4)
+    judges = Clients(device, np.zeros_like(device), 3 + device)
+    trace, rates = a_trace(6, 5), Rates(loaded.task.client)
+    here = Kept(TorchWorkload(loaded, rows_of, judges, way=library))
+    expected = learn(trace, here, rates)
+    judged: list[bytes] = []
+    with TorchWorkload(loaded, rows_of, judges, way=library, processes=2) as there:
+        found = learn(trace, there, rates, judged=lambda _, model: judged.append(model.tobytes()))
+    assert found == expected
+    assert judged == [model.tobytes() for model in here.judged]
 
 
 def test_a_compiled_client_that_diverges_is_refused(small: tuple[LoadedTask, Library]) -> None:
