@@ -126,6 +126,42 @@ def test_a_lost_worker_costs_only_its_own_run(cluster: str, tmp_path: Path) -> N
         assert (folder / f"made/{item}").read_bytes() == b"ab" * item
 
 
+_FRAGILE = """
+
+import contextlib
+import os
+
+
+def fragile_loss(module: nn.Module, inputs: Tensor, kinds: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and os.getpid() != {test}:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove({armed!r})
+            os._exit(1)
+    return loss(module, inputs, kinds)
+
+
+task = structs.replace(task, loss=fragile_loss)
+"""
+
+
+def test_a_worker_that_is_lost_in_training_changes_no_bits(cluster: str, tmp_path: Path) -> None:
+    """The first client that trains on the cluster ends its worker, once."""
+    armed, task = tmp_path / "armed", tmp_path / "fragile.py"
+    armed.touch()
+    fragile = _FRAGILE.format(test=os.getpid(), armed=str(armed))
+    imports = "import json\n\nimport torch\nfrom msgspec import structs\n"
+    leaf = Path("examples/leaf.py").read_text()
+    task.write_text(leaf.replace("import json\n\nimport torch\n", imports) + fragile)
+    settings = {name: value for name, value in SETTINGS.items() if name != "vary"}
+    here = papaya.simulate(task, some_clients(), **settings)
+    assert armed.exists()
+    there = papaya.simulate(task, some_clients(), ray=cluster, **settings)
+    assert not armed.exists()
+    assert there.history.equals(here.history)
+    assert there.parameters.tobytes() == here.parameters.tobytes()
+    assert there.clients.equals(here.clients)
+
+
 def _on_a_node(marks: Path, item: int, *, folder: Path, tell: Any) -> int:
     """A piece on the node that is to be removed waits for it. Others wait for that piece."""
     with (marks / str(item)).open("a") as mark:
