@@ -188,8 +188,7 @@ def measured_of(given: Sequence[str]) -> dict[tuple[int, str, str], str]:
         register = int(match[1]), match[2], match[3]
         if register in found:
             raise OperatorError(
-                f"--measured {text!r}: another value of {match[2]}.{match[3]} was given for record "
-                f"{match[1]}",
+                f"--measured {text!r}: {match[2]}.{match[3]} of record {match[1]} was given twice",
                 hint="pass each measurement once",
             )
         found[register] = match[4]
