@@ -25,6 +25,7 @@ from papaya.verifiable_log.note import (
     VerifierKey,
     decode_base64,
     open_note,
+    signed_by,
     signed_note,
 )
 
@@ -131,7 +132,11 @@ def open_remembered(raw: bytes, policy: LogPolicy) -> Checkpoint:
 
 def _signed_by_log(note: Note, policy: LogPolicy) -> Checkpoint:
     if policy.key not in note.signed_by:
-        raise SignatureError(f"{policy.key.name} has not signed this checkpoint")
+        # The key of the log is more likely among the unknown ones than among the witnesses.
+        found = [*note.unknown, *(key.key_id.hex() for key in note.signed_by)]
+        raise SignatureError(
+            f"{policy.key.name} has not signed this checkpoint: {signed_by(found, [policy.key])}"
+        )
     checkpoint = Checkpoint.parse(note.text)
     if checkpoint.origin != policy.key.name:
         raise LogError(f"this is a checkpoint of {checkpoint.origin!r}, not of {policy.key.name!r}")

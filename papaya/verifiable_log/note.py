@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cryptography.exceptions import InvalidSignature
@@ -35,6 +35,7 @@ _TIME_BYTES = 8
 _MAX_TIME = 2**63 - 1
 _DASH = "— "
 _PRIVATE = "PRIVATE+KEY+"
+_SHOWN_IDS = 4  # of the keys that signed a note
 
 
 @dataclass(frozen=True)
@@ -133,11 +134,15 @@ class SignerKey:
 
 @dataclass(frozen=True)
 class Note:
-    """A note with its verified signatures; `times` are None except for cosignatures."""
+    """A note with its verified signatures; `times` are None except for cosignatures.
+
+    `unknown` are the ids of the keys whose signatures were not verified.
+    """
 
     text: str
     signed_by: tuple[VerifierKey, ...]
     times: tuple[int | None, ...]
+    unknown: tuple[str, ...] = ()
 
 
 def signed_note(text: str, lines: Iterable[str]) -> bytes:
@@ -149,21 +154,26 @@ def open_note(raw: bytes, known: Iterable[VerifierKey]) -> Note:
     text, lines = _split(raw)
     by_identity = {(key.name, key.key_id): key for key in known}
     verified: dict[VerifierKey, int | None] = {}
-    strangers: list[str] = []
+    unknown: list[str] = []
     for line in lines:
         name, key_id, signature = _parse_line(line)
         key = by_identity.get((name, key_id))
         if key is None:
-            strangers.append(key_id.hex())
+            unknown.append(key_id.hex())
         elif key not in verified:
             verified[key] = key.verify(text, signature)
     if not verified:
-        signed_by = ", ".join(strangers[:4])
-        ids = ", ".join(key.key_id.hex() for key in by_identity.values())
         raise SignatureError(
-            f"no known key has signed this note: it is signed by key {signed_by}, not by {ids}"
+            f"no known key has signed this note: {signed_by(unknown, by_identity.values())}"
         )
-    return Note(text, tuple(verified), tuple(verified.values()))
+    return Note(text, tuple(verified), tuple(verified.values()), tuple(unknown))
+
+
+def signed_by(found: Sequence[str], wanted: Iterable[VerifierKey]) -> str:
+    """Which keys signed a note, by id, and which should have signed it: for error messages."""
+    shown = ", ".join(found[:_SHOWN_IDS]) + (", …" if len(found) > _SHOWN_IDS else "")
+    ids = ", ".join(key.key_id.hex() for key in wanted)
+    return f"it is signed by key {shown}, not by {ids}"
 
 
 def split_note(raw: bytes) -> tuple[str, list[str]]:
