@@ -61,11 +61,6 @@ from papaya.verifiable_log.auditor import (
 from papaya.verifiable_log.record import REGISTERS, Record
 
 _READING = ("checkpoint", "entries")
-# What else a single failed step may mean.
-_MAYBE_HARMLESS: Final = {
-    "checkpoint": "check --log-key; if it is the key of this log",
-    "dependencies": "download the wheels again; if the hash stays different",
-}
 _MEASURED = re.compile(r"([0-9]{1,9}):([a-z]+)\.([a-z0-9_]+)=([0-9a-f]{2,256})")
 
 
@@ -150,9 +145,9 @@ def run(options: AuditOptions) -> int:
         )
     if failed:
         hint = "do not trust this log, and publish what you found"
-        [*names] = {step.name for step in failed}
-        if len(names) == 1 and (first := _MAYBE_HARMLESS.get(names[0])):
-            hint = f"{first}, {hint}"
+        [*checks] = {step.check_first for step in failed}
+        if len(checks) == 1 and checks[0]:
+            hint = f"{checks[0]}, {hint}"
         raise ProtocolError(f"{plural(len(failed), 'step')} of the audit failed", hint=hint)
     unread = [step for step in open_steps if step.name in _READING]
     if unread:
@@ -270,7 +265,9 @@ def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
         try:
             build(read, wheels)
         except WrongWheel as error:
-            return Built(found, wrong_dependency=f"{error}; {error.hint}")
+            first = "download the wheels again; if the hash stays different"
+            wrong = f"{error}; {error.hint}"
+            return Built(found, wrong_dependency=wrong, check_first=first)
         except OperatorError as error:  # no wheels, or git failed meanwhile
             return Built(found, str(error))
         return Built(found)

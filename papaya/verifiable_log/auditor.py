@@ -22,7 +22,12 @@ from typing import Literal, TypeAlias
 
 from papaya.verifiable_log.anchor import AuditAnchor, decode_entry
 from papaya.verifiable_log.checkpoint import LogPolicy
-from papaya.verifiable_log.errors import LogError, LogSourceUnreachable, NoCheckpoint
+from papaya.verifiable_log.errors import (
+    LogError,
+    LogSourceUnreachable,
+    NoCheckpoint,
+    UnknownSigner,
+)
 from papaya.verifiable_log.reader import LogReader
 from papaya.verifiable_log.record import Record
 
@@ -45,12 +50,13 @@ class Built:
     """The hash of a built artifact.
 
     `without_dependencies`: why they were not checked, if so. `wrong_dependency`: which one does not
-    have its hash, if so.
+    have its hash, if so; `check_first` as in `AuditStep`.
     """
 
     artifact: str
     without_dependencies: str = ""
     wrong_dependency: str = ""
+    check_first: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,8 @@ class AuditStep:
     """One step of an audit.
 
     `index` is the record's, for steps about one record. `insecure`: the record accepts software
-    evidence, which anyone can make.
+    evidence, which anyone can make. `check_first`: what the auditor has to check before a failed
+    step accuses the operator of the log, if a mistake of the auditor may have caused it.
     """
 
     name: str
@@ -66,6 +73,7 @@ class AuditStep:
     detail: str
     index: int | None = None
     insecure: bool = False
+    check_first: str = ""
 
 
 def audit(
@@ -90,6 +98,10 @@ def audit(
     except NoCheckpoint as error:
         before = f"; the remembered one has size {old_size}" if known else ""
         yield AuditStep("checkpoint", "not done", f"{error}{before}")
+        return
+    except UnknownSigner as error:
+        first = "check --log-key; if it is the key of this log"
+        yield AuditStep("checkpoint", "failed", str(error), check_first=first)
         return
     except LogError as error:
         yield AuditStep("checkpoint", "failed", str(error))
@@ -185,7 +197,13 @@ def _compared(record: Record, built: Built, index: int) -> Iterator[AuditStep]:
         yield AuditStep("rebuild", "failed", detail, index)
     # The operator of the log chooses the hashes in the lock: a wrong one is a finding.
     if built.wrong_dependency:
-        yield AuditStep("dependencies", "failed", built.wrong_dependency, index)
+        yield AuditStep(
+            "dependencies",
+            "failed",
+            built.wrong_dependency,
+            index,
+            check_first=built.check_first,
+        )
     elif built.without_dependencies:
         yield AuditStep("dependencies", "not done", built.without_dependencies, index)
     else:

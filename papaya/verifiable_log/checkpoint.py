@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 from dataclasses import dataclass
 
-from papaya.verifiable_log.errors import LogError, SignatureError
+from papaya.verifiable_log.errors import LogError, SignatureError, UnknownSigner
 from papaya.verifiable_log.merkle import HASH_BYTES, MAX_SIZE
 from papaya.verifiable_log.note import (
     COSIGNATURE,
@@ -134,7 +134,7 @@ def _signed_by_log(note: Note, policy: LogPolicy) -> Checkpoint:
     if policy.key not in note.signed_by:
         # The key of the log is more likely among the unknown ones than among the witnesses.
         found = [*note.unknown, *(key.key_id.hex() for key in note.signed_by)]
-        raise SignatureError(
+        raise UnknownSigner(
             f"{policy.key.name} has not signed this checkpoint: {signed_by(found, [policy.key])}"
         )
     checkpoint = Checkpoint.parse(note.text)

@@ -3,6 +3,7 @@
     LogError                    malformed data
     ├── ProofError
     ├── SignatureError
+    │   └── UnknownSigner       the configured key may be the wrong one
     ├── LogSourceUnreachable    not evidence against the log
     ├── MissingFile
     │   └── NoCheckpoint        not evidence against the log: the address may be wrong
@@ -25,6 +26,10 @@ class ProofError(LogError):
 
 class SignatureError(LogError):
     """A note lacks a required signature, or has a wrong one."""
+
+
+class UnknownSigner(SignatureError):
+    """The key of the log has not signed a note, so the key or the log is the wrong one."""
 
 
 class LogSourceUnreachable(LogError):

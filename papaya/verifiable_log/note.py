@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from papaya.verifiable_log.errors import LogError, SignatureError
+from papaya.verifiable_log.errors import LogError, SignatureError, UnknownSigner
 
 LOG_SIGNATURE = 0x01
 COSIGNATURE = 0x04
@@ -163,7 +163,7 @@ def open_note(raw: bytes, known: Iterable[VerifierKey]) -> Note:
         elif key not in verified:
             verified[key] = key.verify(text, signature)
     if not verified:
-        raise SignatureError(
+        raise UnknownSigner(
             f"no known key has signed this note: {signed_by(unknown, by_identity.values())}"
         )
     return Note(text, tuple(verified), tuple(verified.values()), tuple(unknown))

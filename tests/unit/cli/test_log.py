@@ -271,6 +271,49 @@ def test_an_audit_with_the_key_of_another_log_asks_to_check_the_key(world: World
         assert key.split("+")[1] in world.captured.out
 
 
+def test_a_log_that_its_key_has_signed_is_accused_of_a_failed_checkpoint(world: World) -> None:
+    """Before, the hint was to check --log-key, although nothing can be wrong with it."""
+    world.append()
+    seen, witness = world.folder / "seen", world.folder / "witness.key"
+    world.read("verify", "--remember", seen)
+    cosigner = world.out("log", "key", "--witness", "--name", "witness", "--output", witness)
+
+    def hint_of(*options: object) -> str:
+        with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
+            world.out("audit", world.log, "--log-key", world.log_key, *options)
+        assert "checkpoint  failed" in world.captured.out
+        return caught.value.hint
+
+    accusation = "do not trust this log, and publish what you found"
+    assert hint_of("--witness", cosigner) == accusation
+    checkpoint = world.log / "checkpoint"
+    signed = checkpoint.read_bytes()
+    checkpoint.write_bytes(signed.replace(b"\n1\n", b"\n2\n"))
+    assert hint_of() == accusation
+    checkpoint.write_bytes(signed)
+    world.log.rename(world.folder / "gone")
+    world.out("log", "create", "--log", world.log, "--key", world.key)
+    LogFolder(world.log).append([b"another past"], SignerKey.parse(world.key.read_text()))
+    assert hint_of("--remember", seen) == accusation
+    assert "does not extend" in world.captured.out
+
+
+def test_a_wrong_key_with_the_right_witness_is_a_reason_to_check_the_key(world: World) -> None:
+    world.append()
+    witness = world.folder / "witness.key"
+    cosigner = world.out("log", "key", "--witness", "--name", "witness", "--output", witness)
+    reading = [world.log, "--log-key", world.log_key, "--remember", world.folder / "seen"]
+    line = world.out("log", "cosign", *reading, "--key", witness)
+    where = ["--log", world.log, "--key", world.key]
+    world.out("log", "add-cosignature", *where, "--witness", cosigner, "--line", line)
+    other = world.out("log", "key", "--name", "example.org/log", "--output", world.folder / "other")
+    with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
+        world.out("audit", world.log, "--log-key", other, "--witness", cosigner)
+    assert caught.value.hint.startswith("check --log-key; if it is the key of this log, do not ")
+    for key in (world.log_key, other):
+        assert key.split("+")[1] in world.captured.out
+
+
 def test_a_public_key_s_file_that_is_not_there_is_told(world: World) -> None:
     with pytest.raises(OperatorError, match=r"'no\.pub' is neither .*: there is no such file"):
         world.out("log", "show", world.log, "--log-key", "no.pub")
