@@ -7,7 +7,8 @@
 `papaya/tsa/enclave.toml` lists the enclave's own sources, and its dependencies as wheels by hash.
 The manifest gives each file's SHA-256, as `sha256sum` prints it, sorted by path; its own SHA-256 is
 the artifact's hash, which the log records and `software` evidence reports. It depends on the
-sources and the lock only. A lock that names a file twice, or a path outside the tree, is refused.
+sources and the lock only. A lock that names a file twice, a path outside the tree, or a wheel whose
+file has another name or version, is refused.
 An audit reads the locks that an operator published, so a lock can raise `LockError` only.
 """
 
@@ -29,8 +30,13 @@ MAX_LOCK_BYTES = 16 * 1024
 ReadSource: TypeAlias = Callable[[str], bytes]
 
 _SOURCE = re.compile(r"papaya(/[a-z_]+)*/[a-z_]+\.(py|toml)")
-_WHEEL_FILE = re.compile(r"[A-Za-z0-9_.]+-[A-Za-z0-9_.-]+\.whl")
-_PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
+# Name, version, perhaps a build, then tags of Python versions, ABIs and platforms.
+_WHEEL_FILE = re.compile(
+    r"(?P<name>[A-Za-z0-9_.]+)-(?P<version>[A-Za-z0-9_.]+)(-[0-9][A-Za-z0-9_.]*)?"
+    r"-(?P<pythons>[a-z0-9.]+)-(?P<abis>[a-z0-9_.]+)-(?P<platforms>[a-z0-9_.]+)\.whl"
+)
+# pip reads these texts: a dash at the start would make an option.
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHOWN_CHARACTERS = 100  # of an invalid value
 
@@ -80,16 +86,34 @@ class EnclaveLock:
     def _check(self) -> None:
         for path in self.sources:
             _match(_SOURCE, path)
-        for wheel in self.wheels:
-            _match(_WHEEL_FILE, wheel.file)
-            _match(_SHA256, wheel.sha256)
-            _match(_PLAIN, wheel.name)
-            _match(_PLAIN, wheel.version)
         for text in (self.python, *self.platforms):
             _match(_PLAIN, text)
+        for wheel in self.wheels:
+            self._check_wheel(wheel)
         paths = [*self.sources, LOCK, *(wheel.file for wheel in self.wheels)]
         if len(set(paths)) != len(paths):
             raise LockError(f"{LOCK} names a file twice")
+
+    def _check_wheel(self, wheel: Wheel) -> None:
+        """Refuse a wheel that pip cannot get although its file may exist.
+
+        Otherwise a lock could give the file of a genuine wheel another hash, and an audit would say
+        only that this wheel cannot be downloaded.
+        """
+        _match(_SHA256, wheel.sha256)
+        _match(_PLAIN, wheel.name)
+        _match(_PLAIN, wheel.version)
+        file = _match(_WHEEL_FILE, wheel.file)
+        shown = wheel.file[:_SHOWN_CHARACTERS]
+        named = _normalized(wheel.name), wheel.version.replace("-", "_")
+        if (_normalized(file["name"]), file["version"]) != named:
+            name = f"{wheel.name} {wheel.version}"[:_SHOWN_CHARACTERS]
+            raise LockError(f"{LOCK} contains the wheel {name} with the file of another: {shown!r}")
+        version = self.python.replace(".", "")
+        pythons = {"py3", f"py{version}", f"cp{version}"} & set(file["pythons"].split("."))
+        platforms = {"any", *self.platforms} & set(file["platforms"].split("."))
+        if not platforms or not (pythons or "abi3" in file["abis"].split(".")):
+            raise LockError(f"{LOCK} contains a wheel for other machines: {shown!r}")
 
 
 def installed(path: str) -> bytes:
@@ -114,9 +138,16 @@ def measure(read: ReadSource = installed) -> bytes:
     return hashlib.sha256(manifest(read)).digest()
 
 
-def _match(pattern: re.Pattern[str], value: object) -> None:
+def _normalized(name: str) -> str:
+    """As package indexes compare names."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _match(pattern: re.Pattern[str], value: object) -> re.Match[str]:
     # Only text is shown: `repr` fails for deep tables and for integers of many digits.
     if not isinstance(value, str):
         raise LockError(f"{LOCK} contains a value that is not text: {type(value).__name__}")
-    if not pattern.fullmatch(value):
+    match = pattern.fullmatch(value)
+    if match is None:
         raise LockError(f"{LOCK} contains an invalid value: {value[:_SHOWN_CHARACTERS]!r}")
+    return match

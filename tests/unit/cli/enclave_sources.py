@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-WHEEL = "nosuchthing-1.0-py3-none-any.whl"
+_TAGS = "1.0-py3-none-any"
+WHEEL = f"nosuchthing-{_TAGS}.whl"
 WHEEL_BYTES = b"not really a wheel"
 SOURCES = ("papaya/__init__.py", "papaya/tsa/__main__.py")
 
@@ -40,7 +41,9 @@ def make_sources(root: Path, text: str = "pass\n") -> Path:
 def add_wheel(root: Path, name: str) -> None:
     """Before the other wheels of the lock, one that no index has."""
     lock = root / "papaya/tsa/enclave.toml"
-    wheel = f'name = "{name}"\nversion = "1.0"\nfile = "{name}-1.0.whl"\nsha256 = "{"0" * 64}"\n'
+    wheel = (
+        f'name = "{name}"\nversion = "1.0"\nfile = "{name}-{_TAGS}.whl"\nsha256 = "{"0" * 64}"\n'
+    )
     lock.write_text(lock.read_text().replace("[[wheels]]", f"[[wheels]]\n{wheel}[[wheels]]", 1))
 
 

@@ -160,7 +160,7 @@ def test_every_wheel_that_pip_cannot_get_is_named(
     sources = make_sources(tmp_path / "sources")
     add_wheel(sources, "a0")
     pip = FakePip(tmp_path / "pip", monkeypatch)
-    problems = rf"a0-1\.0\.whl: .* for a0==1\.0; {WHEEL}: .* for nosuchthing==1\.0\n"
+    problems = rf"a0-1\.0-.*\.whl: .* for a0==1\.0; {WHEEL}: .* for nosuchthing==1\.0\n"
     with pytest.raises(NoWheels, match=f"could not download {problems}"):
         build(from_folder(sources))
     assert pip.calls == ["a0==1.0", "nosuchthing==1.0"]
@@ -210,7 +210,7 @@ def test_all_downloads_share_one_time_limit(
 
     monkeypatch.setattr(tsa, "monotonic", lambda: now[0])
     monkeypatch.setattr(subprocess, "run", slow)
-    with pytest.raises(NoWheels, match=f"; a1-1.0.whl, a2-1.0.whl, {WHEEL}: .* more than 600 s"):
+    with pytest.raises(NoWheels, match=f"; a1-1.0-.*, a2-1.0-.*, {WHEEL}: .* more than 600 s"):
         build(from_folder(sources))
     assert limits == [600, 200]
 

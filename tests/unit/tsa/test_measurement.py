@@ -114,6 +114,24 @@ LOCK_TEXT = (ROOT / LOCK).read_text()
         ('sha256 = "', 'sha256 = "x'),
         ('name = "cffi"', 'name = "cffi --index-url http://evil"'),
         ('name = "cffi"', 'name = "cffi"\nmore = 1'),
+        ('name = "cffi"', 'name = "nobody-has-it"'),
+        ('name = "cffi"', 'name = "cff"'),
+        ('version = "2.1.1"', 'version = "2.1.2"'),
+        ('version = "2.1.1"', 'version = "2.1"'),
+        ('file = "cffi-2.1.1-', 'file = "nobody_has_it-2.1.1-'),
+        (
+            'name = "cffi"\nversion = "2.1.1"\nfile = "',
+            'name = "-cffi"\nversion = "2.1.1"\nfile = "_',
+        ),
+        (
+            'name = "cffi"\nversion = "2.1.1"\nfile = "',
+            'name = ".cffi"\nversion = "2.1.1"\nfile = "_',
+        ),
+        ('version = "2.1.1"\nfile = "cffi-2.1.1', 'version = "-2.1.1"\nfile = "cffi-_2.1.1'),
+        ('platforms = ["', 'platforms = ["--find-links", "'),
+        ('python = "3.11"', 'python = "--pre"'),
+        ('python = "3.11"', 'python = "3.12"'),
+        ("platforms = [", 'platforms = ["win32"]\nmore = ['),
         ('python = "3.11"', ""),
         ('python = "3.11"', "python = 3.11"),
         ("[[wheels]]", "[[wheels"),
@@ -132,6 +150,26 @@ def test_locks_that_cannot_be_meant_are_refused(old: str, new: str) -> None:
     with pytest.raises(LockError) as refused:
         manifest(lambda path: changed if path == LOCK else installed(path))
     assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "file"),
+    [
+        ("zope.interface", "7.2", "zope.interface-7.2-cp311-cp311-manylinux2014_x86_64.whl"),
+        ("PyYAML", "6.0-1", "pyyaml-6.0_1-py3-none-any.whl"),
+        ("ruamel-yaml", "0.18", "ruamel.yaml-0.18-1build-py2.py3-none-any.whl"),
+        ("cryptography", "50.0.2", "cryptography-50.0.2-cp37-abi3-manylinux_2_28_x86_64.whl"),
+    ],
+)
+def test_a_wheel_s_file_has_the_name_and_version_as_indexes_write_them(
+    name: str, version: str, file: str
+) -> None:
+    found = read_lock(installed).wheels[0]
+    changed = LOCK_TEXT.replace(f'"{found.file}"', f'"{file}"')
+    changed = changed.replace(f'name = "{found.name}"', f'name = "{name}"')
+    changed = changed.replace(f'version = "{found.version}"', f'version = "{version}"')
+    wheel = read_lock(lambda _: changed.encode()).wheels[0]
+    assert (wheel.name, wheel.version, wheel.file) == (name, version, file)
 
 
 @pytest.mark.parametrize("more", [b"#", b"#" * 10_000, b"\xff"], ids=["one", "many", "no text"])
