@@ -40,6 +40,7 @@ from papaya.cli.output import (
 )
 from papaya.cli.tsa import (
     NoGit,
+    NotInClone,
     WrongWheel,
     artifact_hash,
     build,
@@ -249,9 +250,11 @@ def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
         try:
             read = _reading(source, record.revision, is_clone=is_clone)
             found = artifact_hash(read)
+        except NotInClone as error:
+            raise NoSource(f"{error}; if it is newer than the clone, run git fetch") from error
         except OperatorError as error:
             if is_clone and not isinstance(error, NoGit):
-                raise NoSource(f"{error}; if it is newer than the clone, run git fetch") from error
+                raise NoSource(str(error)) from error
             raise CannotBuild(str(error)) from error
         if not is_clone:
             where = "this installation" if source is None else str(source)

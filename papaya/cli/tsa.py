@@ -61,6 +61,8 @@ _UNIX = 3
 _PIP_MISMATCH = re.compile(
     r"DO NOT MATCH THE HASHES[^\n]*\n(?P<file>.*?Got\s+(?P<got>[0-9a-f]{64}))", re.DOTALL
 )
+_BLOB = re.compile(rb"(?P<id>[0-9a-f]{40,64}) blob (?P<size>[0-9]+)\n")
+_SHOWN_CHARACTERS = 300  # of what git printed
 _PIP_LIMIT_S = 600  # for all wheels together: who writes a lock chooses how many there are
 
 
@@ -74,6 +76,10 @@ class WrongWheel(OperatorError):
     """A dependency does not have the hash in the lock."""
 
     default_hint = "download it again; if the hash is still different, do not trust these sources"
+
+
+class NotInClone(OperatorError):
+    """The clone lacks a revision, or the revision lacks a file."""
 
 
 class NoGit(OperatorError):
@@ -189,27 +195,43 @@ def require_repository(folder: Path) -> None:
 
 def from_revision(repository: Path, revision: str) -> ReadSource:
     """`ReadSource` of one revision of a git repository, without a checkout."""
-    if revision.startswith("-"):
+    if revision.startswith("-") or not revision.isprintable():
         raise OperatorError(f"{revision!r} is not a git revision", hint="git rev-parse HEAD")
 
     def read(path: str) -> bytes:
+        where = f"{path} of revision {revision[:60]}"
         try:
-            return _git(repository, "cat-file", "blob", f"{revision}:{path}")
+            found = _git(repository, "cat-file", "--batch-check", given=f"{revision}:{path}\n")
+            if found.endswith(b" missing\n"):
+                hint = f"git -C {repository} fetch"
+                raise NotInClone(f"{where} is not in {repository}", hint=hint)
+            blob = _BLOB.fullmatch(found)
+            if blob is None:
+                raise OperatorError(f"{where} is not a file", hint="choose another revision")
+            return _git(repository, "cat-file", "blob", blob["id"].decode())
         except subprocess.CalledProcessError as error:
-            message = f"{path} of revision {revision[:60]} is not in {repository}"
-            raise OperatorError(message, hint=f"git -C {repository} fetch") from error
+            # The remote of a partial clone may have written a part of it.
+            reason = error.stderr.decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
+            raise OperatorError(
+                f"git cannot read {where}: {reason!r}", hint=f"git -C {repository} fsck"
+            ) from error
 
     return read
 
 
-def _git(repository: Path, *arguments: str) -> bytes:
+def _git(repository: Path, *arguments: str, given: str = "") -> bytes:
     # In a git hook, GIT_DIR would name the repository of the hook.
     environment = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
     environment["LC_ALL"] = "C"
     command = ["git", "-C", str(repository), *arguments]
     try:
         return subprocess.run(
-            command, check=True, capture_output=True, timeout=60, env=environment
+            command,
+            check=True,
+            input=given.encode(),
+            capture_output=True,
+            timeout=60,
+            env=environment,
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoGit(f"cannot run git in {repository}: {error}") from error

@@ -532,6 +532,7 @@ def test_an_audit_fails_for_a_revision_whose_lock_is_made_to_stop_it(
     steps = msgspec.json.decode(world.captured.out)
     [failed] = [step for step in steps if step["outcome"] == "failed"]
     assert (failed["name"], failed["index"]) == ("rebuild", 1)
+    assert "git fetch" not in failed["detail"]  # the clone has the revision
     assert steps[-1]["name"] == "dependencies"
 
 

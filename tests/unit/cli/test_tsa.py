@@ -18,7 +18,7 @@ import pytest
 
 from papaya.cli import tsa
 from papaya.cli.serve import ServeOptions, run_tsa
-from papaya.cli.tsa import NoWheels, WrongWheel, build, from_folder, from_revision
+from papaya.cli.tsa import NotInClone, NoWheels, WrongWheel, build, from_folder, from_revision
 from papaya.errors import OperatorError
 from papaya.tsa.measurement import measure
 from tests.unit.cli.enclave_sources import (
@@ -261,6 +261,21 @@ def test_a_revision_that_is_not_there_is_told(tmp_path: Path, revision: str) -> 
     commit(clone)
     with pytest.raises(OperatorError, match="revision"):
         from_revision(clone, revision)("papaya/__init__.py")
+
+
+def test_only_what_the_clone_lacks_can_be_fetched(tmp_path: Path) -> None:
+    clone = make_sources(tmp_path / "clone")
+    revision = commit(clone)
+    for wanted, path in ((revision, "papaya/no.py"), ("de" * 20, "papaya/__init__.py")):
+        with pytest.raises(NotInClone, match=f"{path} of revision {wanted} is not in") as told:
+            from_revision(clone, wanted)(path)
+        assert told.value.hint.endswith("fetch")
+    with pytest.raises(OperatorError, match=f"papaya/tsa of revision {revision} is not a file"):
+        from_revision(clone, revision)("papaya/tsa")
+    (clone / ".git/HEAD").unlink()
+    with pytest.raises(OperatorError, match=r"git cannot read .*fatal: not a git repo") as broken:
+        from_revision(clone, revision)("papaya/__init__.py")
+    assert not isinstance(broken.value, NotInClone)
 
 
 @pytest.mark.parametrize("platform", ["sgx", "tdx"])
