@@ -17,6 +17,7 @@ out, which is how an audit rebuilds old releases.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -51,6 +52,7 @@ from papaya.tsa.measurement import (
     Wheel,
     installed,
     manifest,
+    max_bytes,
     read_lock,
 )
 
@@ -179,7 +181,24 @@ def reading(source: Path | None, revision: str | None) -> ReadSource:
 
 def from_folder(root: Path) -> ReadSource:
     """`ReadSource` of a checkout."""
-    return lambda path: (root / path).read_bytes()
+
+    def read(path: str) -> bytes:
+        file, limit = root / path, max_bytes(path)
+        # A revision may contain a link to a device or a pipe, which a read would never end.
+        if file.exists() and not file.is_file():
+            raise OSError(errno.EINVAL, "not a regular file", str(file))
+        with file.open("rb") as opened:
+            data = opened.read(limit + 1)
+        if len(data) > limit:
+            raise _too_long(str(file), limit)
+        return data
+
+    return read
+
+
+def _too_long(where: str, limit: int) -> OperatorError:
+    hint = "no source of the enclave is that long: check where these come from"
+    return OperatorError(f"{where} is longer than {limit} bytes", hint=hint)
 
 
 def require_repository(folder: Path) -> None:
@@ -208,6 +227,9 @@ def from_revision(repository: Path, revision: str) -> ReadSource:
             blob = _BLOB.fullmatch(found)
             if blob is None:
                 raise OperatorError(f"{where} is not a file", hint="choose another revision")
+            # Before it is read: gigabytes of zeros cost nothing to publish.
+            if int(blob["size"]) > max_bytes(path):
+                raise _too_long(where, max_bytes(path))
             return _git(repository, "cat-file", "blob", blob["id"].decode())
         except subprocess.CalledProcessError as error:
             # The remote of a partial clone may have written a part of it.

@@ -26,6 +26,7 @@ LOCK = "papaya/tsa/enclave.toml"
 MANIFEST = "MANIFEST.sha256"
 WHEELS = "wheels"
 MAX_LOCK_BYTES = 16 * 1024
+MAX_SOURCE_BYTES = 4 * 1024 * 1024  # the longest source in use has less than 100 KB
 
 ReadSource: TypeAlias = Callable[[str], bytes]
 
@@ -114,6 +115,11 @@ class EnclaveLock:
         platforms = {"any", *self.platforms} & set(file["platforms"].split("."))
         if not platforms or not (pythons or "abi3" in file["abis"].split(".")):
             raise LockError(f"{LOCK} contains a wheel for other machines: {shown!r}")
+
+
+def max_bytes(path: str) -> int:
+    """How long a file of the sources may be. Who reads those of others has to check it."""
+    return MAX_LOCK_BYTES if path == LOCK else MAX_SOURCE_BYTES
 
 
 def installed(path: str) -> bytes:

@@ -24,6 +24,7 @@ from papaya.verifiable_log.note import SignerKey
 from papaya.verifiable_log.record import NO_REVISION, Record
 from tests.system.tls import make_certificates
 from tests.unit.cli.enclave_sources import (
+    SOURCES,
     WHEEL,
     FakePip,
     add_wheel,
@@ -534,6 +535,24 @@ def test_an_audit_fails_for_a_revision_whose_lock_is_made_to_stop_it(
     assert (failed["name"], failed["index"]) == ("rebuild", 1)
     assert "git fetch" not in failed["detail"]  # the clone has the revision
     assert steps[-1]["name"] == "dependencies"
+
+
+@pytest.mark.parametrize("path", [LOCK, SOURCES[0]])
+def test_an_audit_fails_for_a_revision_with_a_source_that_fills_the_memory(
+    world: World, path: str
+) -> None:
+    world.append()
+    with (world.clone / path).open("ab") as file:
+        file.truncate(20_000_000)
+    published = commit(world.clone)
+    entry = LogFolder(world.log).fetch("tile/entries/000.p/1")[2:]
+    changed = entry.replace(world.revision.encode(), published.encode())
+    LogFolder(world.log).append([changed], SignerKey.parse(world.key.read_text()))
+    with pytest.raises(ProtocolError, match="1 step of the audit failed"):
+        world.read("audit", "--source", world.clone, "--wheels", world.wheels)
+    [failed] = [s for s in msgspec.json.decode(world.captured.out) if s["outcome"] == "failed"]
+    assert (failed["name"], failed["index"]) == ("rebuild", 1)
+    assert f"{path} of revision {published} is longer than" in failed["detail"]
 
 
 def test_a_machine_without_git_says_nothing_about_a_revision(

@@ -9,6 +9,7 @@ import io
 import os
 import subprocess
 import tempfile
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ from papaya.cli import tsa
 from papaya.cli.serve import ServeOptions, run_tsa
 from papaya.cli.tsa import NotInClone, NoWheels, WrongWheel, build, from_folder, from_revision
 from papaya.errors import OperatorError
-from papaya.tsa.measurement import measure
+from papaya.tsa.measurement import LOCK, max_bytes, measure
 from tests.unit.cli.enclave_sources import (
     SOURCES,
     WHEEL,
@@ -276,6 +277,34 @@ def test_only_what_the_clone_lacks_can_be_fetched(tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match=r"git cannot read .*fatal: not a git repo") as broken:
         from_revision(clone, revision)("papaya/__init__.py")
     assert not isinstance(broken.value, NotInClone)
+
+
+@pytest.mark.parametrize("path", [LOCK, SOURCES[0]])
+def test_a_long_source_is_refused_before_it_is_read(tmp_path: Path, path: str) -> None:
+    clone = make_sources(tmp_path / "clone")
+    with (clone / path).open("r+b") as file:
+        file.truncate(max_bytes(path))
+    longest = from_revision(clone, commit(clone)), from_folder(clone)
+    assert [len(read(path)) for read in longest] == [max_bytes(path)] * 2
+    os.truncate(clone / path, 40_000_000)
+    too_long = from_revision(clone, commit(clone)), from_folder(clone)
+    tracemalloc.start()
+    try:
+        for read in too_long:
+            with pytest.raises(OperatorError, match=f"is longer than {max_bytes(path)} bytes"):
+                read(path)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_source_that_is_a_device_is_refused(tmp_path: Path) -> None:
+    """A clone may contain a link to it, and its records of demonstrations are measured there."""
+    sources = make_sources(tmp_path / "sources")
+    (sources / LOCK).unlink()
+    (sources / LOCK).symlink_to("/dev/zero")
+    with pytest.raises(OperatorError, match="not a regular file"):
+        run("measure", "--source", str(sources))
 
 
 @pytest.mark.parametrize("platform", ["sgx", "tdx"])
