@@ -39,11 +39,13 @@ from papaya.cli.output import (
     print_json,
 )
 from papaya.cli.tsa import (
+    Dependencies,
+    LargeWheels,
     NoGit,
     NotInClone,
     WrongWheel,
     artifact_hash,
-    build,
+    checked_lock,
     from_folder,
     from_revision,
     require_repository,
@@ -243,6 +245,7 @@ def _listed(steps: Sequence[AuditStep]) -> str:
 
 
 def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
+    dependencies = Dependencies(wheels)
     has_revisions = source is not None and (source / ".git").exists()
 
     def rebuild(record: Record) -> Built:
@@ -266,11 +269,13 @@ def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
             )
             raise CannotBuild(f"{where} gives {gives}, but {why}")
         try:
-            build(read, wheels)
+            dependencies.check(checked_lock(read))
         except WrongWheel as error:
             first = "download the wheels again; if the hash stays different"
             wrong = f"{error}; {error.hint}"
             return Built(found, wrong_dependency=wrong, check_first=first)
+        except LargeWheels as error:
+            return Built(found, wrong_dependency=f"{error}; {error.hint}")
         except OperatorError as error:  # no wheels, or git failed meanwhile
             return Built(found, str(error))
         return Built(found)

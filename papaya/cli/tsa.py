@@ -26,7 +26,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -65,6 +66,9 @@ _PIP_MISMATCH = re.compile(
 )
 _BLOB = re.compile(rb"(?P<id>[0-9a-f]{40,64}) blob (?P<size>[0-9]+)\n")
 _SHOWN_CHARACTERS = 300  # of what git printed
+# In an audit of one release: whoever writes a lock chooses what an auditor downloads and reads. The
+# dependencies must fit into the memory of an enclave, and those in use have less than a twentieth.
+MAX_WHEELS_BYTES = 1024**3
 _PIP_LIMIT_S = 600  # for all wheels together: who writes a lock chooses how many there are
 
 
@@ -78,6 +82,12 @@ class WrongWheel(OperatorError):
     """A dependency does not have the hash in the lock."""
 
     default_hint = "download it again; if the hash is still different, do not trust these sources"
+
+
+class LargeWheels(OperatorError):
+    """The dependencies are larger than an audit accepts."""
+
+    default_hint = "do not trust a TSA with dependencies of this size"
 
 
 class NotInClone(OperatorError):
@@ -261,8 +271,20 @@ def _git(repository: Path, *arguments: str, given: str = "") -> bytes:
 
 def checked_manifest(read: ReadSource) -> bytes:
     """The manifest, or an OperatorError that says what is wrong with the sources."""
-    try:
+    with _refusals():
         return manifest(read)
+
+
+def checked_lock(read: ReadSource) -> EnclaveLock:
+    """As `checked_manifest`."""
+    with _refusals():
+        return read_lock(read)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         message = f"the sources of the enclave are missing: {error}"
         raise OperatorError(
@@ -274,6 +296,41 @@ def checked_manifest(read: ReadSource) -> bytes:
 
 def artifact_hash(read: ReadSource) -> str:
     return hashlib.sha256(checked_manifest(read)).hexdigest()
+
+
+class Dependencies:
+    """Checks the wheels that locks name, in a folder or downloaded, for an audit.
+
+    The operator of the log wrote the locks. So a wheel is never in memory as a whole, and a
+    downloaded one is deleted when its hash is known.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def check(self, lock: EnclaveLock) -> None:
+        """Raises `WrongWheel`, `LargeWheels`, or if only some could not be obtained, `NoWheels`."""
+        total = 0
+        missing: dict[str, list[str]] = {}  # by reason
+        deadline = monotonic() + _PIP_LIMIT_S
+        for wheel in lock.wheels:
+            try:
+                total += self._checked(lock, wheel, deadline)
+            except NoWheels as error:  # must not hide a wrong one
+                missing.setdefault(str(error), []).append(wheel.file)
+            if total > MAX_WHEELS_BYTES:
+                raise LargeWheels(f"the wheels have more than {MAX_WHEELS_BYTES} bytes in total")
+        if missing:
+            what = "pip could not download" if self._folder is None else "cannot read"
+            raise NoWheels(f"{what} {_by_reason(missing)}")
+
+    def _checked(self, lock: EnclaveLock, wheel: Wheel, deadline: float) -> int:
+        """The wheel's size, if it has its hash."""
+        if self._folder is not None:
+            return _require_hash(self._folder, wheel)
+        with _scratch() as scratch:
+            _download_wheel(lock, wheel, scratch, deadline)
+            return _require_hash(scratch, wheel)
 
 
 def build(read: ReadSource, wheels: Path | None = None) -> bytes:
@@ -311,13 +368,38 @@ def _read_wheels(lock: EnclaveLock, folder: Path) -> dict[str, bytes]:
             continue
         digest = hashlib.sha256(data).hexdigest()
         if digest != wheel.sha256:
-            raise WrongWheel(
-                f"{path} does not have the SHA-256 in {LOCK}: expected {wheel.sha256}, got {digest}"
-            )
+            raise _wrong(wheel, digest)
         found[path] = data
     if missing:
         raise NoWheels(f"missing from {folder}: {', '.join(missing)}")
     return found
+
+
+def _require_hash(folder: Path, wheel: Wheel) -> int:
+    """The size of the wheel's file. One above the limit is not read: its size is reason enough."""
+    path = folder / wheel.file
+    try:
+        size = path.stat().st_size
+        if size > MAX_WHEELS_BYTES:
+            return size
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise NoWheels(f"{error.strerror} in {folder}") from error
+    if digest != wheel.sha256:
+        raise _wrong(wheel, digest)
+    return size
+
+
+def _wrong(wheel: Wheel, digest: str) -> WrongWheel:
+    return WrongWheel(
+        f"{WHEELS}/{wheel.file} does not have the SHA-256 in {LOCK}: expected {wheel.sha256}, got "
+        f"{digest}"
+    )
+
+
+def _by_reason(missing: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{', '.join(files)}: {reason}" for reason, files in missing.items())
 
 
 def _store(archive: zipfile.ZipFile, path: str, data: bytes) -> None:
@@ -328,12 +410,18 @@ def _store(archive: zipfile.ZipFile, path: str, data: bytes) -> None:
 
 
 def _downloaded(lock: EnclaveLock) -> dict[str, bytes]:
+    with _scratch() as scratch:
+        _download(lock, scratch)
+        return _read_wheels(lock, scratch)
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
     try:
         with tempfile.TemporaryDirectory(
             prefix="papaya-wheels-", ignore_cleanup_errors=True
-        ) as scratch:
-            _download(lock, Path(scratch))
-            return _read_wheels(lock, Path(scratch))
+        ) as folder:
+            yield Path(folder)
     except OSError as error:
         raise NoWheels(
             f"cannot use a temporary folder: {error}",
@@ -351,8 +439,7 @@ def _download(lock: EnclaveLock, folder: Path) -> None:
         except NoWheels as error:
             missing.setdefault(str(error), []).append(wheel.file)
     if missing:
-        details = "; ".join(f"{', '.join(files)}: {reason}" for reason, files in missing.items())
-        raise NoWheels(f"pip could not download {details}")
+        raise NoWheels(f"pip could not download {_by_reason(missing)}")
 
 
 def _download_wheel(lock: EnclaveLock, wheel: Wheel, folder: Path, deadline: float) -> None:

@@ -50,7 +50,7 @@ class Built:
     """The hash of a built artifact.
 
     `without_dependencies`: why they were not checked, if so. `wrong_dependency`: which one does not
-    have its hash, if so; `check_first` as in `AuditStep`.
+    have its hash, or that they are too large, if so; `check_first` as in `AuditStep`.
     """
 
     artifact: str

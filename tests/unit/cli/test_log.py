@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import socket
 import ssl
 import tempfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from papaya.cli import audit
+from papaya.cli import audit, tsa
 from papaya.cli.log import log
 from papaya.cli.log.source import LogRefused, LogUnreachable
 from papaya.cli.tsa import NoGit, from_folder
 from papaya.errors import OperatorError, ProtocolError
 from papaya.server.public_log import own_record
-from papaya.tsa.measurement import LOCK, measure
+from papaya.tsa.measurement import LOCK, EnclaveLock, measure
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import SignerKey
 from papaya.verifiable_log.record import NO_REVISION, Record
@@ -26,6 +28,7 @@ from tests.system.tls import make_certificates
 from tests.unit.cli.enclave_sources import (
     SOURCES,
     WHEEL,
+    WHEEL_BYTES,
     FakePip,
     add_wheel,
     commit,
@@ -762,6 +765,50 @@ def test_a_wheel_that_pip_cannot_get_is_not_checked(
     assert len(pip.calls) == (3 if answers else 2)
 
 
+def test_an_audit_does_not_hold_wheels_in_memory(world: World) -> None:
+    """Whoever writes a lock chooses how large its wheels are."""
+    large = bytes(50_000_000)
+    (world.wheels / WHEEL).write_bytes(large)
+    give_wheel(world, hashlib.sha256(large).hexdigest())
+    del large
+    options = ["--source", world.clone, "--wheels", world.wheels]
+    tracemalloc.start()
+    try:
+        steps = world.read("audit", *options, *skipping("witnesses", "consistency"))
+        assert tracemalloc.get_traced_memory()[1] < 30_000_000  # tiles of logs need 16 MiB
+    finally:
+        tracemalloc.stop()
+    assert outcomes(steps)["dependencies"] == "passed"
+
+
+@pytest.mark.parametrize("source", ["folder", "pip"])
+def test_an_audit_fails_for_wheels_that_are_too_large_in_total(
+    world: World, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """No lock may fill an auditor's disk, and an operator must not be able to have it skipped."""
+    give_wheel(world, hashlib.sha256(WHEEL_BYTES).hexdigest())
+    FakePip(world.folder / "pip", monkeypatch, "")
+    monkeypatch.setattr(tsa, "MAX_WHEELS_BYTES", len(WHEEL_BYTES) - 1)
+    options = ["--source", world.clone, *skipping("witnesses", "consistency", "dependencies")]
+    if source == "folder":
+        options += ["--wheels", world.wheels]
+    with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
+        world.read("audit", *options)
+    assert caught.value.hint == "do not trust this log, and publish what you found"
+    [failed] = [s for s in msgspec.json.decode(world.captured.out) if s["outcome"] == "failed"]
+    assert failed["name"] == "dependencies"
+    assert f"more than {len(WHEEL_BYTES) - 1} bytes in total" in failed["detail"]
+
+
+def give_wheel(world: World, digest: str) -> None:
+    """Append a release whose lock has this hash for its wheel."""
+    lock = world.clone / LOCK
+    lock.write_text(f"# a release\n{lock.read_text()}")
+    lock.write_text(lock.read_text().replace(hashlib.sha256(WHEEL_BYTES).hexdigest(), digest))
+    world.revision = commit(world.clone)
+    world.append()
+
+
 def test_an_audit_goes_on_without_a_temporary_folder(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -776,11 +823,11 @@ def test_an_audit_goes_on_without_a_temporary_folder(
 def test_an_audit_goes_on_if_git_fails_during_a_build(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(read: object, wheels: object) -> bytes:
+    def checked_lock(read: object) -> EnclaveLock:
         raise NoGit("cannot run git: too many processes")
 
     world.append()
-    monkeypatch.setattr(audit, "build", build)
+    monkeypatch.setattr(audit, "checked_lock", checked_lock)
     with pytest.raises(audit.NotChecked, match=r"did not check: .*dependencies"):
         world.read("audit", "--source", world.clone, "--wheels", world.wheels)
     steps = outcomes(msgspec.json.decode(world.captured.out))
