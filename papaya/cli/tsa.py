@@ -69,7 +69,8 @@ _SHOWN_CHARACTERS = 300  # of what git printed
 # In an audit of one release: whoever writes a lock chooses what an auditor downloads and reads. The
 # dependencies must fit into the memory of an enclave, and those in use have less than a twentieth.
 MAX_WHEELS_BYTES = 1024**3
-_PIP_LIMIT_S = 600  # for all wheels together: who writes a lock chooses how many there are
+# For all runs in a build or an audit: who writes locks and a log chooses how many wheels there are.
+_PIP_LIMIT_S = 600
 
 
 class NoWheels(OperatorError):
@@ -301,36 +302,47 @@ def artifact_hash(read: ReadSource) -> str:
 class Dependencies:
     """Checks the wheels that locks name, in a folder or downloaded, for an audit.
 
-    The operator of the log wrote the locks. So a wheel is never in memory as a whole, and a
-    downloaded one is deleted when its hash is known.
+    The operator of the log wrote the locks. So a wheel is never in memory as a whole, a downloaded
+    one is deleted when its hash is known, all downloads share one time limit, and a wheel that
+    several locks name is obtained once.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+        self._pip = _Pip()
+        # Wheel, with what else pip is given -> its size, or why it is not there or wrong.
+        self._found: dict[tuple[Wheel, str, tuple[str, ...]], int | NoWheels | WrongWheel] = {}
 
     def check(self, lock: EnclaveLock) -> None:
         """Raises `WrongWheel`, `LargeWheels`, or if only some could not be obtained, `NoWheels`."""
         total = 0
         missing: dict[str, list[str]] = {}  # by reason
-        deadline = monotonic() + _PIP_LIMIT_S
         for wheel in lock.wheels:
-            try:
-                total += self._checked(lock, wheel, deadline)
-            except NoWheels as error:  # must not hide a wrong one
-                missing.setdefault(str(error), []).append(wheel.file)
+            asked = wheel, lock.python, lock.platforms
+            if asked not in self._found:
+                self._found[asked] = self._find(lock, wheel)
+            found = self._found[asked]
+            if isinstance(found, WrongWheel):
+                raise WrongWheel(str(found))
+            if isinstance(found, NoWheels):  # must not hide a wrong one
+                missing.setdefault(str(found), []).append(wheel.file)
+            else:
+                total += found
             if total > MAX_WHEELS_BYTES:
                 raise LargeWheels(f"the wheels have more than {MAX_WHEELS_BYTES} bytes in total")
         if missing:
             what = "pip could not download" if self._folder is None else "cannot read"
             raise NoWheels(f"{what} {_by_reason(missing)}")
 
-    def _checked(self, lock: EnclaveLock, wheel: Wheel, deadline: float) -> int:
-        """The wheel's size, if it has its hash."""
-        if self._folder is not None:
-            return _require_hash(self._folder, wheel)
-        with _scratch() as scratch:
-            _download_wheel(lock, wheel, scratch, deadline)
-            return _require_hash(scratch, wheel)
+    def _find(self, lock: EnclaveLock, wheel: Wheel) -> int | NoWheels | WrongWheel:
+        try:
+            if self._folder is not None:
+                return _require_hash(self._folder, wheel)
+            with _scratch() as scratch:
+                self._pip.download(lock, wheel, scratch)
+                return _require_hash(scratch, wheel)
+        except (NoWheels, WrongWheel) as error:
+            return error
 
 
 def build(read: ReadSource, wheels: Path | None = None) -> bytes:
@@ -431,58 +443,67 @@ def _scratch() -> Iterator[Path]:
 
 def _download(lock: EnclaveLock, folder: Path) -> None:
     """Run pip for one wheel after the other, because it stops at the first one it cannot get."""
-    deadline = monotonic() + _PIP_LIMIT_S
+    pip = _Pip()
     missing: dict[str, list[str]] = {}  # by reason
     for wheel in lock.wheels:
         try:
-            _download_wheel(lock, wheel, folder, deadline)
+            pip.download(lock, wheel, folder)
         except NoWheels as error:
             missing.setdefault(str(error), []).append(wheel.file)
     if missing:
         raise NoWheels(f"pip could not download {_by_reason(missing)}")
 
 
-def _download_wheel(lock: EnclaveLock, wheel: Wheel, folder: Path, deadline: float) -> None:
-    requirements = folder / "requirements.txt"
-    requirements.write_text(f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
-    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
-    command += ["--require-hashes", "--no-deps", "--only-binary", ":all:", "--no-input"]
-    command += ["--dest", str(folder), "--requirement", str(requirements)]
-    command += ["--python-version", lock.python, "--implementation", "cp"]
-    for platform in lock.platforms:
-        command += ["--platform", platform]
-    for abi in (f"cp{lock.python.replace('.', '')}", "abi3", "none"):
-        command += ["--abi", abi]
-    problem = _run_pip(command, deadline)
-    if first := _PIP_MISMATCH.search(problem):
-        # Some versions of pip say the same after an interrupted download.
-        problem = _run_pip([*command, "--no-cache-dir"], deadline)
-        if second := _PIP_MISMATCH.search(problem):
-            if first["got"] != second["got"]:
-                got = f"{first['got']} and {second['got']}"
-                raise NoWheels(f"the SHA-256 of two downloads differ: {got}")
-            details = " ".join(second["file"].split())
-            raise WrongWheel(f"pip got a file whose SHA-256 is not the one in {LOCK}: {details}")
-    if problem:
-        raise NoWheels(problem.splitlines()[-1])
+class _Pip:
+    """Runs pip until all runs together have taken `_PIP_LIMIT_S`."""
 
+    def __init__(self) -> None:
+        self._left_s = float(_PIP_LIMIT_S)
 
-def _run_pip(command: Sequence[str], deadline: float) -> str:
-    """What pip printed if it failed, otherwise nothing."""
-    limit_s = deadline - monotonic()
-    try:
-        if limit_s <= 0:
-            raise subprocess.TimeoutExpired(command, 0)
-        ran = subprocess.run(
-            command,
-            check=False,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=limit_s,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise NoWheels(f"all downloads together took more than {_PIP_LIMIT_S} s") from error
-    except OSError as error:
-        raise NoWheels(f"cannot run pip: {error}") from error
-    return (ran.stderr.strip() or "pip gave no reason") if ran.returncode else ""
+    def download(self, lock: EnclaveLock, wheel: Wheel, folder: Path) -> None:
+        requirements = folder / "requirements.txt"
+        requirements.write_text(f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
+        command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        command += ["download", "--require-hashes", "--no-deps", "--only-binary", ":all:"]
+        command += ["--no-input", "--dest", str(folder), "--requirement", str(requirements)]
+        command += ["--python-version", lock.python, "--implementation", "cp"]
+        for platform in lock.platforms:
+            command += ["--platform", platform]
+        for abi in (f"cp{lock.python.replace('.', '')}", "abi3", "none"):
+            command += ["--abi", abi]
+        problem = self._run(command)
+        if first := _PIP_MISMATCH.search(problem):
+            # Some versions of pip say the same after an interrupted download.
+            problem = self._run([*command, "--no-cache-dir"])
+            if second := _PIP_MISMATCH.search(problem):
+                if first["got"] != second["got"]:
+                    got = f"{first['got']} and {second['got']}"
+                    raise NoWheels(f"the SHA-256 of two downloads differ: {got}")
+                details = " ".join(second["file"].split())
+                raise WrongWheel(
+                    f"pip got a file whose SHA-256 is not the one in {LOCK}: {details}"
+                )
+        if problem:
+            raise NoWheels(problem.splitlines()[-1])
+
+    def _run(self, command: Sequence[str]) -> str:
+        """What pip printed if it failed, otherwise nothing."""
+        started = monotonic()
+        try:
+            if self._left_s <= 0:
+                raise subprocess.TimeoutExpired(command, 0)
+            ran = subprocess.run(
+                command,
+                check=False,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=self._left_s,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise NoWheels(f"all downloads together took more than {_PIP_LIMIT_S} s") from error
+        except OSError as error:
+            raise NoWheels(f"cannot run pip: {error}") from error
+        finally:
+            self._left_s -= monotonic() - started
+        return (ran.stderr.strip() or "pip gave no reason") if ran.returncode else ""

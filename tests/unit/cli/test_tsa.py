@@ -19,7 +19,16 @@ import pytest
 
 from papaya.cli import tsa
 from papaya.cli.serve import ServeOptions, run_tsa
-from papaya.cli.tsa import NotInClone, NoWheels, WrongWheel, build, from_folder, from_revision
+from papaya.cli.tsa import (
+    Dependencies,
+    NotInClone,
+    NoWheels,
+    WrongWheel,
+    build,
+    checked_lock,
+    from_folder,
+    from_revision,
+)
 from papaya.errors import OperatorError
 from papaya.tsa.measurement import LOCK, max_bytes, measure
 from tests.unit.cli.enclave_sources import (
@@ -198,6 +207,14 @@ def test_all_downloads_share_one_time_limit(
     sources = make_sources(tmp_path / "sources")
     for name in ("a2", "a1", "a0"):
         add_wheel(sources, name)
+    limits = slow_pip(monkeypatch)
+    with pytest.raises(NoWheels, match=f"; a1-1.0-.*, a2-1.0-.*, {WHEEL}: .* more than 600 s"):
+        build(from_folder(sources))
+    assert limits == [600, 200]
+
+
+def slow_pip(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Each run takes 400 s and fails. Returns the limits of the runs."""
     now, limits = [1000.0], []
 
     def slow(
@@ -211,9 +228,35 @@ def test_all_downloads_share_one_time_limit(
 
     monkeypatch.setattr(tsa, "monotonic", lambda: now[0])
     monkeypatch.setattr(subprocess, "run", slow)
-    with pytest.raises(NoWheels, match=f"; a1-1.0-.*, a2-1.0-.*, {WHEEL}: .* more than 600 s"):
-        build(from_folder(sources))
+    return limits
+
+
+def test_the_downloads_for_all_locks_of_an_audit_share_one_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, each record of a log had ten minutes: an audit could take a week."""
+    limits = slow_pip(monkeypatch)
+    dependencies = Dependencies(None)
+    for name in ("a0", "a1", "a2"):
+        sources = make_sources(tmp_path / name)
+        add_wheel(sources, name)
+        with pytest.raises(NoWheels):
+            dependencies.check(checked_lock(from_folder(sources)))
     assert limits == [600, 200]
+
+
+def test_a_wheel_of_several_locks_is_downloaded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pip = FakePip(tmp_path / "pip", monkeypatch, "")
+    dependencies = Dependencies(None)
+    first, second = (make_sources(tmp_path / name) for name in ("first", "second"))
+    add_wheel(second, "a0")
+    dependencies.check(checked_lock(from_folder(first)))
+    for _ in range(2):
+        with pytest.raises(NoWheels, match=r"could not download a0-1\.0"):
+            dependencies.check(checked_lock(from_folder(second)))
+    assert pip.calls == ["nosuchthing==1.0", "a0==1.0"]
 
 
 @pytest.mark.parametrize("broken", ["no folder", "full"])
