@@ -49,7 +49,7 @@ from papaya.study.workloads.registry import Prepared, Steps, WorkloadSpec, prepa
 
 TARGET = 0.85
 UPDATES = 3000
-# Compiled steps are faster, and a short run says little.
+# A run with compiled steps has this many times as many updates: a short run says little.
 TIMES_COMPILED = 4
 TASK = """
 import json
@@ -163,7 +163,7 @@ def ray_nodes() -> Iterator[str]:
 
 
 def compare(folder: Path, steps: Steps, updates: int, ray: bool) -> bool:
-    """All ways with these steps, against the copies; whether their results are right."""
+    """Compare all ways with the copies, with these steps. Whether all results are right."""
     prepared = _opened(folder, steps)
     short, long = runs_in(prepared, 100), runs_in(prepared, updates)
     plans = [run.recording_plan for run in (*short, *long)]
@@ -199,13 +199,16 @@ def compare(folder: Path, steps: Steps, updates: int, ray: bool) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ray", action="store_true")
-    parser.add_argument("--updates", type=int, default=UPDATES, help="of a run with eager steps")
+    about = (
+        f"of a run with eager steps (default: {UPDATES}); {TIMES_COMPILED} times that if compiled"
+    )
+    parser.add_argument("--updates", type=int, default=UPDATES, help=about)
     options = parser.parse_args()
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder)
         is_right = compare(folder, "eager", options.updates, options.ray)
-        # They are for this machine, so not for Ray.
+        # Compiled gradients run on the machine that compiled them, so Ray is left out.
         more = TIMES_COMPILED * options.updates
         is_right = compare(folder, "compiled", more, False) and is_right
     return 0 if is_right else 1

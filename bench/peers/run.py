@@ -13,8 +13,8 @@ The claim is about compiled steps. Short simulations use eager ones, so Papaya t
 time, with eager steps. Their ratio to the fastest peer is reported without a target.
 
 Run as `python bench/peers/run.py`; prints one JSON line per system and model, and two per model
-with the ratios. A system whose final loss differs exits with 1; a slow one is only reported. See
-README.md.
+with the ratios. Exits with 1 if the final loss of a system differs; a slow system is only
+reported. See README.md.
 """
 
 from __future__ import annotations

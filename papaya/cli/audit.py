@@ -150,7 +150,7 @@ def run(options: AuditOptions) -> int:
         hint = "do not trust this log, and publish what you found"
         [*checks] = {step.check_first for step in failed}
         if len(checks) == 1 and checks[0]:
-            hint = f"{checks[0]}, {hint}"
+            hint = f"{checks[0]}; if the step still fails, {hint}"
         raise ProtocolError(f"{plural(len(failed), 'step')} of the audit failed", hint=hint)
     unread = [step for step in open_steps if step.name in _READING]
     if unread:
@@ -254,7 +254,7 @@ def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
             read = _reading(source, record.revision, is_clone=is_clone)
             found = artifact_hash(read)
         except NotInClone as error:
-            raise NoSource(f"{error}; if it is newer than the clone, run git fetch") from error
+            raise NoSource(f"{error}; if the clone lacks this revision, run git fetch") from error
         except OperatorError as error:
             if is_clone and not isinstance(error, NoGit):
                 raise NoSource(str(error)) from error
@@ -271,9 +271,8 @@ def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
         try:
             dependencies.check(checked_lock(read))
         except WrongWheel as error:
-            first = "download the wheels again; if the hash stays different"
             wrong = f"{error}; {error.hint}"
-            return Built(found, wrong_dependency=wrong, check_first=first)
+            return Built(found, wrong_dependency=wrong, check_first="download the wheels again")
         except LargeWheels as error:
             return Built(found, wrong_dependency=f"{error}; {error.hint}")
         except OperatorError as error:  # no wheels, or git failed meanwhile

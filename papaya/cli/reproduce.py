@@ -81,8 +81,8 @@ def add_to(commands: Commands) -> None:
         "--first-seed",
         type=whole(1),
         metavar="S",
-        help="seed of the first repetition; the others follow it (to repeat published results with "
-        "seeds that nobody has seen)",
+        help="seed of the first repetition; each further one adds 1. Choose another one to check "
+        "published results with other seeds",
     )
     parser.add_argument(
         "--data",
@@ -142,7 +142,7 @@ def _seeds(first: int, count: int, scale: Scale) -> range:
     seeds, tuning = range(first, first + count), tuning_seeds(scale)
     if seeds.start < tuning.stop and tuning.start < seeds.stop:
         raise OperatorError(
-            f"the seeds {first} to {seeds[-1]} contain {tuning[0]}, with which rates are tuned",
+            f"the seeds {first} to {seeds[-1]} contain {tuning[0]}, which is kept for tuning rates",
             hint=f"choose seeds below {tuning[0]}, or --first-seed {tuning.stop}",
         )
     return seeds

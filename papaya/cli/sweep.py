@@ -277,7 +277,7 @@ def _fixed(rows: Sequence[ResultRow], plan: Plan) -> str:
     alike = [name for name in names if not varied_in(rows, (name,))]
     words = [f"{name} {_value(rows[0].setting[name])}" for name in alike]
     if plan.updates < UNBOUNDED:
-        words.append(f"until the version with update {plan.updates:,}")
+        words.append(f"until the version that contains update {plan.updates:,}")
     if plan.hours < MOST_HOURS:
         words.append(f"at most {plan.hours:g} virtual hours")
     if plan.target is not None:

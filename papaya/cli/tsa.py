@@ -22,6 +22,7 @@ import hashlib
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -66,10 +67,11 @@ _PIP_MISMATCH = re.compile(
 )
 _BLOB = re.compile(rb"(?P<id>[0-9a-f]{40,64}) blob (?P<size>[0-9]+)\n")
 _SHOWN_CHARACTERS = 300  # of what git printed
-# In an audit of one release: whoever writes a lock chooses what an auditor downloads and reads. The
-# dependencies must fit into the memory of an enclave, and those in use have less than a twentieth.
+# Of one release in an audit, because whoever writes the lock chooses what an auditor downloads and
+# reads. An enclave holds the dependencies in memory; today's need less than a twentieth of this.
 MAX_WHEELS_BYTES = 1024**3
-# For all runs in a build or an audit: who writes locks and a log chooses how many wheels there are.
+# For all runs of pip in one build or audit, because whoever writes the locks and the log chooses
+# how many wheels there are.
 _PIP_LIMIT_S = 600
 
 
@@ -195,7 +197,7 @@ def from_folder(root: Path) -> ReadSource:
 
     def read(path: str) -> bytes:
         file, limit = root / path, max_bytes(path)
-        # A revision may contain a link to a device or a pipe, which a read would never end.
+        # A revision may contain a link to a device or a pipe, and reading that may never end.
         if file.exists() and not file.is_file():
             raise OSError(errno.EINVAL, "not a regular file", str(file))
         with file.open("rb") as opened:
@@ -208,7 +210,7 @@ def from_folder(root: Path) -> ReadSource:
 
 
 def _too_long(where: str, limit: int) -> OperatorError:
-    hint = "no source of the enclave is that long: check where these come from"
+    hint = "no source file of the enclave is that long: check where this file comes from"
     return OperatorError(f"{where} is longer than {limit} bytes", hint=hint)
 
 
@@ -233,20 +235,21 @@ def from_revision(repository: Path, revision: str) -> ReadSource:
         try:
             found = _git(repository, "cat-file", "--batch-check", given=f"{revision}:{path}\n")
             if found.endswith(b" missing\n"):
-                hint = f"git -C {repository} fetch"
+                hint = f"git -C {shlex.quote(str(repository))} fetch"
                 raise NotInClone(f"{where} is not in {repository}", hint=hint)
             blob = _BLOB.fullmatch(found)
             if blob is None:
                 raise OperatorError(f"{where} is not a file", hint="choose another revision")
-            # Before it is read: gigabytes of zeros cost nothing to publish.
+            # The size is checked before reading: publishing gigabytes of zeros costs nothing.
             if int(blob["size"]) > max_bytes(path):
                 raise _too_long(where, max_bytes(path))
             return _git(repository, "cat-file", "blob", blob["id"].decode())
         except subprocess.CalledProcessError as error:
-            # The remote of a partial clone may have written a part of it.
+            # In a partial clone, the remote may have written a part of git's error output.
             reason = error.stderr.decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
             raise OperatorError(
-                f"git cannot read {where}: {reason!r}", hint=f"git -C {repository} fsck"
+                f"git cannot read {where}: {reason!r}",
+                hint=f"check the clone: git -C {shlex.quote(str(repository))} status",
             ) from error
 
     return read
@@ -287,7 +290,7 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message = f"the sources of the enclave are missing: {error}"
+        message = f"cannot read the sources of the enclave: {error}"
         raise OperatorError(
             message, hint="pass the folder that contains papaya/: --source DIR"
         ) from error
@@ -300,17 +303,17 @@ def artifact_hash(read: ReadSource) -> str:
 
 
 class Dependencies:
-    """Checks the wheels that locks name, in a folder or downloaded, for an audit.
+    """Checks the wheels in the locks of an audit, in a folder or downloaded.
 
     The operator of the log wrote the locks. So a wheel is never in memory as a whole, a downloaded
-    one is deleted when its hash is known, all downloads share one time limit, and a wheel that
-    several locks name is obtained once.
+    one is deleted when its hash is known, all downloads share one time limit, and what was found
+    for a wheel is used again for other locks.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._pip = _Pip()
-        # Wheel, with what else pip is given -> its size, or why it is not there or wrong.
+        # (wheel, Python version, platforms) -> size in bytes, or the error.
         self._found: dict[tuple[Wheel, str, tuple[str, ...]], int | NoWheels | WrongWheel] = {}
 
     def check(self, lock: EnclaveLock) -> None:
@@ -329,10 +332,11 @@ class Dependencies:
             else:
                 total += found
             if total > MAX_WHEELS_BYTES:
-                raise LargeWheels(f"the wheels have more than {MAX_WHEELS_BYTES} bytes in total")
+                raise LargeWheels(f"the wheels are larger than {MAX_WHEELS_BYTES:,} bytes in total")
         if missing:
-            what = "pip could not download" if self._folder is None else "cannot read"
-            raise NoWheels(f"{what} {_by_reason(missing)}")
+            if self._folder is None:
+                raise NoWheels(f"pip could not download {_by_reason(missing)}")
+            raise NoWheels(f"cannot read from {self._folder}: {_by_reason(missing)}")
 
     def _find(self, lock: EnclaveLock, wheel: Wheel) -> int | NoWheels | WrongWheel:
         try:
@@ -388,7 +392,7 @@ def _read_wheels(lock: EnclaveLock, folder: Path) -> dict[str, bytes]:
 
 
 def _require_hash(folder: Path, wheel: Wheel) -> int:
-    """The size of the wheel's file. One above the limit is not read: its size is reason enough."""
+    """The size of the wheel's file. A file above the limit is not read: its size is wrong."""
     path = folder / wheel.file
     try:
         size = path.stat().st_size
@@ -397,7 +401,7 @@ def _require_hash(folder: Path, wheel: Wheel) -> int:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise NoWheels(f"{error.strerror} in {folder}") from error
+        raise NoWheels(error.strerror) from error
     if digest != wheel.sha256:
         raise _wrong(wheel, digest)
     return size

@@ -31,8 +31,8 @@ Observe = Callable[[str, int, float], None]
 _BACKLOG = 4096
 _MAX_WARNINGS = 256
 _WARN_S = 60.0
-# A connection is closed to make room only if it has been idle for this many sweeps. However late a
-# sweep is, two are counted, so there was at least one in which a request would have been received.
+# A connection is closed to make room only if it has been idle for this many sweeps. A late sweep
+# counts as at most two, so the loop has run in between, and would have received a waiting request.
 _IDLE_SWEEPS = 3
 
 
@@ -126,8 +126,9 @@ class ListenerState:
         `spare` places are free.
 
         The next request may be on its way, most likely on a connection that has just become idle:
-        clients use the one that they used last. Its client would have to send it again, which it
-        cannot do with a body that it only passes on. So connections are spared for a few sweeps.
+        clients reuse the connection that they used last. If it is closed, the client has to send
+        the request again, and a selector that relays a body cannot do that. So connections are
+        spared for a few sweeps.
         """
         missing = self.places() + self.limits.spare - self.limits.max_connections
         if not self.limits.spare or missing <= 0:
@@ -143,8 +144,8 @@ class ListenerState:
         if idle and now - self._made_room_at >= _WARN_S:
             self._made_room_at = now
             log.warning(
-                "idle connections are closed because fewer than %d of max_connections = %d places "
-                "are free (hint: raise it)",
+                "idle connections are closed: fewer than %d of the %d connections of this listener "
+                "are free (hint: raise max_connections and the limit on open files, ulimit -n)",
                 self.limits.spare,
                 self.limits.max_connections,
             )

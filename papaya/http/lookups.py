@@ -117,15 +117,15 @@ async def start_lookup_threads() -> None:
     Raises RuntimeError if too few threads can start.
     """
     _try_threads(_threads_of_libuv())
-    # An address needs no resolver, which may be slow. Without a type of socket, uvloop parses it on
-    # the threads too.
+    # An address needs no resolver, which may be slow. Without a type of socket, uvloop uses its
+    # threads even for an address.
     with suppress(OSError):
         await asyncio.get_running_loop().getaddrinfo("127.0.0.1", None, flags=socket.AI_NUMERICHOST)
 
 
 def _threads_of_libuv() -> int:
-    """As libuv parses the setting: what follows a number is ignored, a negative one is too large,
-    and without a number it is 0.
+    """As libuv reads UV_THREADPOOL_SIZE: text after the number is ignored, a negative number means
+    the maximum, and 0 or no number means 1.
     """
     found = re.match(r"\s*[+-]?[0-9]+", os.environ.get("UV_THREADPOOL_SIZE", "4"))
     number = int(found[0]) if found else 0
@@ -142,7 +142,7 @@ def _try_threads(count: int) -> None:
             thread.start()
             started.append(thread)
     except (RuntimeError, MemoryError) as error:
-        raise RuntimeError(f"only {len(started)} of {count} could be started: {error}") from error
+        raise RuntimeError(f"only {len(started)} of {count} threads start: {error}") from error
     finally:
         may_end.set()
         for thread in started:
@@ -151,7 +151,7 @@ def _try_threads(count: int) -> None:
 
 
 def _await_end(thread: Thread) -> None:
-    """`join` returns while the operating system may still count the thread."""
+    """Wait until the operating system no longer counts the thread: `join` may return before."""
     until = time.monotonic() + _END_S
     while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < until:
         time.sleep(0.001)

@@ -162,7 +162,7 @@ class Server:
             await start_lookup_threads()
         except RuntimeError as error:
             raise OperatorError(
-                f"this process cannot start threads: {error}",
+                f"this process cannot start enough threads: {error}",
                 hint="raise the limit of its user (ulimit -u) or of its container",
             ) from error
         started = ServerStarted(__version__, self.roles, self._settings())

@@ -7,8 +7,8 @@
 `papaya/tsa/enclave.toml` lists the enclave's own sources, and its dependencies as wheels by hash.
 The manifest gives each file's SHA-256, as `sha256sum` prints it, sorted by path; its own SHA-256 is
 the artifact's hash, which the log records and `software` evidence reports. It depends on the
-sources and the lock only. A lock that names a file twice, a path outside the tree, or a wheel whose
-file has another name or version, is refused.
+sources and the lock only. A lock is refused if it names a file twice, a path outside the tree, or a
+wheel file that does not match the wheel's name, its version, the Python version or the platforms.
 An audit reads the locks that an operator published, so a lock can raise `LockError` only.
 """
 
@@ -36,7 +36,7 @@ _WHEEL_FILE = re.compile(
     r"(?P<name>[A-Za-z0-9_.]+)-(?P<version>[A-Za-z0-9_.]+)(-[0-9][A-Za-z0-9_.]*)?"
     r"-(?P<pythons>[a-z0-9.]+)-(?P<abis>[a-z0-9_.]+)-(?P<platforms>[a-z0-9_.]+)\.whl"
 )
-# pip reads these texts: a dash at the start would make an option.
+# pip reads these texts, and would take one that starts with a dash for an option.
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHOWN_CHARACTERS = 100  # of an invalid value
@@ -109,16 +109,18 @@ class EnclaveLock:
         named = _normalized(wheel.name), wheel.version.replace("-", "_")
         if (_normalized(file["name"]), file["version"]) != named:
             name = f"{wheel.name} {wheel.version}"[:_SHOWN_CHARACTERS]
-            raise LockError(f"{LOCK} contains the wheel {name} with the file of another: {shown!r}")
+            raise LockError(
+                f"{LOCK} contains the wheel {name} with a file of another name: {shown!r}"
+            )
         version = self.python.replace(".", "")
         pythons = {"py3", f"py{version}", f"cp{version}"} & set(file["pythons"].split("."))
         platforms = {"any", *self.platforms} & set(file["platforms"].split("."))
         if not platforms or not (pythons or "abi3" in file["abis"].split(".")):
-            raise LockError(f"{LOCK} contains a wheel for other machines: {shown!r}")
+            raise LockError(f"{LOCK} contains a wheel for another Python or platform: {shown!r}")
 
 
 def max_bytes(path: str) -> int:
-    """How long a file of the sources may be. Who reads those of others has to check it."""
+    """The limit of a source file. Whoever reads sources that somebody else wrote must check it."""
     return MAX_LOCK_BYTES if path == LOCK else MAX_SOURCE_BYTES
 
 

@@ -49,8 +49,9 @@ class NoSource(Exception):
 class Built:
     """The hash of a built artifact.
 
-    `without_dependencies`: why they were not checked, if so. `wrong_dependency`: which one does not
-    have its hash, or that they are too large, if so; `check_first` as in `AuditStep`.
+    `without_dependencies`: why the dependencies were not checked, if so. `wrong_dependency`: why
+    they fail, if so: one has a wrong hash, or all of them are too large. `check_first`: as in
+    `AuditStep`.
     """
 
     artifact: str
@@ -64,8 +65,8 @@ class AuditStep:
     """One step of an audit.
 
     `index` is the record's, for steps about one record. `insecure`: the record accepts software
-    evidence, which anyone can make. `check_first`: what the auditor has to check before a failed
-    step accuses the operator of the log, if a mistake of the auditor may have caused it.
+    evidence, which anyone can make. `check_first`: if a mistake of the auditor may have caused the
+    failure, what the auditor should do before blaming the operator of the log.
     """
 
     name: str
@@ -100,8 +101,7 @@ def audit(
         yield AuditStep("checkpoint", "not done", f"{error}{before}")
         return
     except UnknownSigner as error:
-        first = "check --log-key; if it is the key of this log"
-        yield AuditStep("checkpoint", "failed", str(error), check_first=first)
+        yield AuditStep("checkpoint", "failed", str(error), check_first="check --log-key")
         return
     except LogError as error:
         yield AuditStep("checkpoint", "failed", str(error))

@@ -132,7 +132,7 @@ def open_remembered(raw: bytes, policy: LogPolicy) -> Checkpoint:
 
 def _signed_by_log(note: Note, policy: LogPolicy) -> Checkpoint:
     if policy.key not in note.signed_by:
-        # The key of the log is more likely among the unknown ones than among the witnesses.
+        # Only a few ids are shown. The real key of the log is among the unknown ones.
         found = [*note.unknown, *(key.key_id.hex() for key in note.signed_by)]
         raise UnknownSigner(
             f"{policy.key.name} has not signed this checkpoint: {signed_by(found, [policy.key])}"

@@ -29,7 +29,7 @@ class SignatureError(LogError):
 
 
 class UnknownSigner(SignatureError):
-    """The key of the log has not signed a note, so the key or the log is the wrong one."""
+    """A note has no signature of the log's key, so either the key or the log is the wrong one."""
 
 
 class LogSourceUnreachable(LogError):

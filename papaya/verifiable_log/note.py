@@ -173,7 +173,7 @@ def signed_by(found: Sequence[str], wanted: Iterable[VerifierKey]) -> str:
     """Which keys signed a note, by id, and which should have signed it: for error messages."""
     shown = ", ".join(found[:_SHOWN_IDS]) + (", …" if len(found) > _SHOWN_IDS else "")
     ids = ", ".join(key.key_id.hex() for key in wanted)
-    return f"it is signed by key {shown}, not by {ids}"
+    return f"its signature lines name the keys {shown}, but not {ids}"
 
 
 def split_note(raw: bytes) -> tuple[str, list[str]]:

@@ -74,7 +74,7 @@ CLIENTS: dict[str, tuple[str, Broken]] = {
 
 
 class RejectedForLong(RejectedFirst):
-    """On a busy machine, a client that comes back at once needs more than a second for it."""
+    """On a busy machine, a client that does not wait may take more than a second to come back."""
 
     retry_from_s = 60.0
 

@@ -15,7 +15,7 @@ _KITS = 3
 async def _play(folder: Path, kinds: list[type[Scenario]]) -> list[ScenarioResult]:
     folder.mkdir()
     # Three heartbeats without a request end a session, and while a server restarts, the client in
-    # this process cannot send one: ten seconds and more on a machine under thirty times its load.
+    # this process cannot send requests: for ten seconds and more on a very busy machine.
     async with opened_kit(folder, heartbeat_s=15.0) as (kit, _):
         return [await kit.play(kind, reference_visit) for kind in kinds]
 

@@ -194,7 +194,7 @@ def test_asyncfl_is_fedbuff_within_rounding(optimizer: OptimizerConfig, step: St
     "regime",
     [
         AsyncFL(aggregation_goal=4),
-        # It may have to compile again.
+        # SyncFL may need a second compilation, which is slow.
         pytest.param(SyncFL(over_selection=0.3), marks=pytest.mark.soak),
     ],
 )

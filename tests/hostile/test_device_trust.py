@@ -171,7 +171,7 @@ def test_an_expiry_that_the_server_has_stretched(world: World) -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """For two hosts, one after the other: nobody else gets it in between."""
+    """For two hosts, one after the other. It stays bound, so nobody else gets it in between."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

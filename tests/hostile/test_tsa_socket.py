@@ -109,7 +109,7 @@ def _authenticate(peer: socket.socket, key: Ed25519PrivateKey) -> None:
 
 
 def _held(peer: socket.socket, deployment: Deployment) -> TsaStatus:
-    """Without the number of seeds that wait: the TSA adds them up whenever it has nothing to do."""
+    """The status of the task without `waiting_seeds`: the TSA adds them up whenever it is idle."""
     answer = _asked(peer, wire.task_request(wire.Operation.STATUS, deployment.hash))
     assert answer[0] == wire.DONE
     return replace(wire.decode_status(answer[1:]), waiting_seeds=0)

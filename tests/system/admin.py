@@ -71,7 +71,7 @@ class Admin:
         return msgspec.json.decode(answer)
 
     def _connected(self) -> http.client.HTTPConnection:
-        """A server gives a handshake ten seconds, in which this process may have stopped."""
+        """Connected again if the handshake took longer than a server waits, on a busy machine."""
         if self._tls is None:
             return http.client.HTTPConnection(self._address, timeout=_TIMEOUT_S)
         ends_at = time.monotonic() + _TIMEOUT_S

@@ -143,7 +143,7 @@ class HalfWay(Book):
 def test_sigterm_in_the_middle_of_direct_uploads_loses_and_doubles_nothing(tmp_path: Path) -> None:
     with Installation(tmp_path) as installation:
         shared: dict[str, Toml] = {"drain_s": 1.0}
-        # No session may end for silence while the holder stops.
+        # No session may end for silence while the aggregator that holds the task stops.
         calm: dict[str, Toml] = {"heartbeat_s": 10.0}
         apart = Apart(
             installation, selectors=1, aggregators=2, shared=shared, server=calm, direct="http"

@@ -32,7 +32,7 @@ Plant = Callable[[Path, Path], None]
 
 @pytest.fixture(autouse=True, scope="module")
 def _patience() -> Iterator[None]:
-    """Its questions wait ten seconds for an answer: too little for a busy machine."""
+    """`papaya doctor` waits ten seconds for an answer: too short on a busy machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "_ANSWER_S", STEP_S)
         yield

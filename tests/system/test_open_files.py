@@ -42,7 +42,7 @@ def flood(stack: ExitStack, server: ServerProcess, address: tuple[str, int]) -> 
         assert time.monotonic() < ends_at, server.text()
         for _ in range(OPEN_FILES // 3):
             stack.enter_context(socket.create_connection(address))
-        with suppress(AssertionError):  # on a busy machine it closes the first before the last come
+        with suppress(AssertionError):  # a busy server closes the first before the last arrive
             server.until_logged(REFUSED, _BATCH_S, after=before)
 
 

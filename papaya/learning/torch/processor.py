@@ -46,7 +46,7 @@ def moved(value: Any, processor: torch.device) -> Any:
     if isinstance(value, dict):
         return {key: moved(each, processor) for key, each in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
-        # Not by its class, which may take other arguments than its fields.
+        # The class may take arguments other than the fields.
         return type(value)._make(moved(each, processor) for each in value)
     if type(value) in (tuple, list):
         return type(value)(moved(each, processor) for each in value)

@@ -266,7 +266,7 @@ def _inputs(scale: Scale, seeds: Sequence[int], folder: Path) -> str:
     task = TaskConfig(task="experiment", concurrency=scale.concurrency, model_length=1)
     groups = {
         "size of the runs": asdict(scale)
-        | {"seeds": f"{seeds[0]} to {seeds[-1]}", "common rate": scale.common_rate},
+        | {"seeds": ", ".join(map(str, seeds)), "common rate": scale.common_rate},
         "default population, calibrated to the paper": asdict(DEFAULT),
         "stress population": asdict(STRESS),
         f"language, dialect {HEADLINE}": asdict(DIALECTS[HEADLINE]),

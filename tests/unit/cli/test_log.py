@@ -265,18 +265,18 @@ def test_a_wrong_address_accuses_nobody_even_if_the_log_was_seen_before(world: W
     assert "the remembered one has size 1" in world.captured.out
 
 
-def test_an_audit_with_the_key_of_another_log_asks_to_check_the_key(world: World) -> None:
+def test_an_audit_with_the_key_of_another_log_says_to_check_the_key(world: World) -> None:
     world.append()
     other = world.out("log", "key", "--name", "example.org/log", "--output", world.folder / "other")
     with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
         world.out("audit", world.log, "--log-key", other)
-    assert caught.value.hint.startswith("check --log-key; if it is the key of this log, do not ")
+    assert caught.value.hint.startswith("check --log-key; if the step still fails, do not ")
     for key in (world.log_key, other):
         assert key.split("+")[1] in world.captured.out
 
 
-def test_a_log_that_its_key_has_signed_is_accused_of_a_failed_checkpoint(world: World) -> None:
-    """Before, the hint was to check --log-key, although nothing can be wrong with it."""
+def test_a_failed_checkpoint_with_the_log_s_signature_is_blamed_on_the_log(world: World) -> None:
+    """The key is right, so the hint must not be to check --log-key."""
     world.append()
     seen, witness = world.folder / "seen", world.folder / "witness.key"
     world.read("verify", "--remember", seen)
@@ -302,7 +302,9 @@ def test_a_log_that_its_key_has_signed_is_accused_of_a_failed_checkpoint(world: 
     assert "does not extend" in world.captured.out
 
 
-def test_a_wrong_key_with_the_right_witness_is_a_reason_to_check_the_key(world: World) -> None:
+def test_an_audit_with_a_wrong_key_and_the_right_witness_says_to_check_the_key(
+    world: World,
+) -> None:
     world.append()
     witness = world.folder / "witness.key"
     cosigner = world.out("log", "key", "--witness", "--name", "witness", "--output", witness)
@@ -313,7 +315,7 @@ def test_a_wrong_key_with_the_right_witness_is_a_reason_to_check_the_key(world: 
     other = world.out("log", "key", "--name", "example.org/log", "--output", world.folder / "other")
     with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
         world.out("audit", world.log, "--log-key", other, "--witness", cosigner)
-    assert caught.value.hint.startswith("check --log-key; if it is the key of this log, do not ")
+    assert caught.value.hint.startswith("check --log-key; if the step still fails, do not ")
     for key in (world.log_key, other):
         assert key.split("+")[1] in world.captured.out
 
@@ -715,13 +717,15 @@ def test_an_audit_fails_for_a_wheel_with_another_hash_and_prints_every_step(
 def test_an_audit_fails_if_pip_downloads_a_wheel_with_another_hash(
     world: World, monkeypatch: pytest.MonkeyPatch, allowed: tuple[str, ...]
 ) -> None:
-    """Before, the step was `not done`, and an audit that skipped it exited with 0."""
+    """Whatever an auditor skips: a wrong wheel is not a missing one."""
     world.append()
     pip = FakePip(world.folder / "pip", monkeypatch, "1d" * 32, "1d" * 32)
     skipped = skipping("witnesses", "consistency")
     with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
         world.read("audit", "--source", world.clone, *skipped, *allowed)
-    assert caught.value.hint.startswith("download the wheels again; if the hash stays different")
+    assert caught.value.hint.startswith(
+        "download the wheels again; if the step still fails, do not "
+    )
     steps = msgspec.json.decode(world.captured.out)
     assert outcomes(steps)["rebuild"] == "passed"
     [failed] = [step for step in steps if step["outcome"] == "failed"]
@@ -735,8 +739,8 @@ def test_an_audit_fails_if_pip_downloads_a_wheel_with_another_hash(
 def test_an_audit_fails_for_a_wheel_with_another_hash_after_one_that_no_index_has(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pip stops at the first wheel that it cannot get: before, an operator could list one that
-    nobody has before the one with a trojan, and the audit that skipped the step exited with 0.
+    """pip stops at the first wheel that it cannot get. So an operator could list a wheel that
+    nobody has before the one with a trojan, for auditors who skip the step.
     """
     add_wheel(world.clone, "a0")
     world.revision = commit(world.clone)
@@ -785,7 +789,7 @@ def test_an_audit_does_not_hold_wheels_in_memory(world: World) -> None:
 def test_an_audit_fails_for_wheels_that_are_too_large_in_total(
     world: World, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    """No lock may fill an auditor's disk, and an operator must not be able to have it skipped."""
+    """The operator chooses the wheels, so --skip must not hide that they are too large."""
     give_wheel(world, hashlib.sha256(WHEEL_BYTES).hexdigest())
     FakePip(world.folder / "pip", monkeypatch, "")
     monkeypatch.setattr(tsa, "MAX_WHEELS_BYTES", len(WHEEL_BYTES) - 1)
@@ -797,7 +801,7 @@ def test_an_audit_fails_for_wheels_that_are_too_large_in_total(
     assert caught.value.hint == "do not trust this log, and publish what you found"
     [failed] = [s for s in msgspec.json.decode(world.captured.out) if s["outcome"] == "failed"]
     assert failed["name"] == "dependencies"
-    assert f"more than {len(WHEEL_BYTES) - 1} bytes in total" in failed["detail"]
+    assert f"larger than {len(WHEEL_BYTES) - 1} bytes in total" in failed["detail"]
 
 
 def give_wheel(world: World, digest: str) -> None:

@@ -309,7 +309,7 @@ def test_a_sweep_prints_a_table_with_the_best_first_and_resumes(
     out, err = capsys.readouterr()
     shown, fixed, scale = out.split("\n\n")
     assert fixed.startswith("fixed: regime async, concurrency ")
-    assert fixed.endswith(", beta1 0.9, upload_bits 32, until the version with update 60")
+    assert fixed.endswith(", beta1 0.9, upload_bits 32, until the version that contains update 60")
     assert "K " not in fixed
     assert "client_rate" not in fixed
     assert "over_selection" not in fixed

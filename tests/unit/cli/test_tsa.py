@@ -234,7 +234,7 @@ def slow_pip(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_the_downloads_for_all_locks_of_an_audit_share_one_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, each record of a log had ten minutes: an audit could take a week."""
+    """Otherwise an audit of a log with many records could take a week."""
     limits = slow_pip(monkeypatch)
     dependencies = Dependencies(None)
     for name in ("a0", "a1", "a2"):
@@ -288,7 +288,7 @@ def test_without_dependencies_it_says_so(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_sources_that_are_not_there_are_told(tmp_path: Path) -> None:
-    with pytest.raises(OperatorError, match="sources of the enclave are missing"):
+    with pytest.raises(OperatorError, match="cannot read the sources of the enclave"):
         run("measure", "--source", str(tmp_path))
 
 
@@ -307,7 +307,7 @@ def test_a_revision_that_is_not_there_is_told(tmp_path: Path, revision: str) -> 
         from_revision(clone, revision)("papaya/__init__.py")
 
 
-def test_only_what_the_clone_lacks_can_be_fetched(tmp_path: Path) -> None:
+def test_fetch_is_advised_only_if_git_cannot_find_the_file(tmp_path: Path) -> None:
     clone = make_sources(tmp_path / "clone")
     revision = commit(clone)
     for wanted, path in ((revision, "papaya/no.py"), ("de" * 20, "papaya/__init__.py")):
@@ -342,7 +342,7 @@ def test_a_long_source_is_refused_before_it_is_read(tmp_path: Path, path: str) -
 
 
 def test_a_source_that_is_a_device_is_refused(tmp_path: Path) -> None:
-    """A clone may contain a link to it, and its records of demonstrations are measured there."""
+    """A clone may contain a link to a device, and an audit reads the files that are checked out."""
     sources = make_sources(tmp_path / "sources")
     (sources / LOCK).unlink()
     (sources / LOCK).symlink_to("/dev/zero")

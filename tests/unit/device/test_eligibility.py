@@ -22,7 +22,7 @@ from papaya.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python stands for nmcli, and a busy machine needs many seconds to start it."""
+    """The tests run Python in place of nmcli, and a busy machine takes seconds to start it."""
     monkeypatch.setattr(eligibility, "_NMCLI_TIMEOUT_S", 300.0)
 
 

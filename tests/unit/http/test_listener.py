@@ -116,10 +116,10 @@ def test_the_connections_that_have_waited_longest_make_room(
 
     run(main())
     [warning] = caplog.messages  # it is written at most once a minute
-    assert "fewer than 2 of max_connections = 6 places are free" in warning
+    assert "fewer than 2 of the 6 connections of this listener are free" in warning
 
 
-def test_connections_that_have_just_become_idle_make_no_room(
+def test_connections_that_have_just_become_idle_are_not_closed_to_make_room(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     closed: list[float] = []
@@ -140,7 +140,9 @@ def test_connections_that_have_just_become_idle_make_no_room(
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_the_next_upload_on_a_connection_is_served_though_places_are_few(loop: str) -> None:
+def test_the_next_upload_on_an_idle_connection_is_served_although_few_places_are_free(
+    loop: str,
+) -> None:
     """A relayed chunk cannot be sent again."""
     shop = Shop()
 

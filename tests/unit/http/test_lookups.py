@@ -275,7 +275,7 @@ def test_the_preparation_raises_if_fewer_threads_can_start_than_libuv_starts(
     """libuv would abort the process, so no lookup may begin."""
     monkeypatch.delenv("UV_THREADPOOL_SIZE", raising=False)
     limit.left, limit.error = left, error
-    with pytest.raises(RuntimeError, match=f"only {left} of 4 could be started: {error}"):
+    with pytest.raises(RuntimeError, match=f"only {left} of 4 threads start: {error}"):
         run(lookups.start_lookup_threads())
     assert len(limit.started) == left
     assert not any(thread.is_alive() for thread in limit.started)

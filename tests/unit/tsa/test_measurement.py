@@ -161,7 +161,7 @@ def test_locks_that_cannot_be_meant_are_refused(old: str, new: str) -> None:
         ("cryptography", "50.0.2", "cryptography-50.0.2-cp37-abi3-manylinux_2_28_x86_64.whl"),
     ],
 )
-def test_a_wheel_s_file_has_the_name_and_version_as_indexes_write_them(
+def test_a_wheel_s_file_name_may_be_normalized_as_package_indexes_do(
     name: str, version: str, file: str
 ) -> None:
     found = read_lock(installed).wheels[0]

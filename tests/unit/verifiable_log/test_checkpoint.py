@@ -106,12 +106,12 @@ def test_witnesses_without_the_log_are_nothing() -> None:
         open_checkpoint(signed_note(CHECKPOINT.text, lines), TWO_OF_THREE, NOW)
 
 
-def test_a_log_with_another_key_is_told_with_the_ids_of_its_keys() -> None:
-    """The key in the policy may be the wrong one: its witnesses may have signed all the same."""
+def test_if_the_log_s_key_has_not_signed_the_error_names_the_ids_of_the_keys() -> None:
+    """The key in the policy may be the wrong one: the witnesses may have signed nevertheless."""
     other = LogPolicy(SignerKey(KEY.name, b"o" * 32).verifier, KEYS, 2)
     ids = [key.key_id.hex() for key in (KEY.verifier, *KEYS[:2], other.key)]
-    signers = f"signed by key {ids[0]}, {ids[1]}, {ids[2]}, not by {ids[3]}"
-    with pytest.raises(SignatureError, match=f"has not signed this checkpoint: it is {signers}"):
+    named = f"its signature lines name the keys {', '.join(ids[:3])}, but not {ids[3]}"
+    with pytest.raises(SignatureError, match=f"has not signed this checkpoint: {named}"):
         open_checkpoint(witnessed(*WITNESSES[:2]), other, NOW)
 
 

@@ -354,7 +354,7 @@ def test_a_compiled_workload_gives_the_same_bits_in_any_batching(
 def test_compiled_learning_in_processes_gives_the_same_bits(
     small: tuple[LoadedTask, Library],
 ) -> None:
-    """Their clients train ahead, in other shares than here (training_ahead.py)."""
+    """Processes train clients ahead, in other groups than one process does (training_ahead.py)."""
     loaded, library = small
     device: Ints = np.arange(4)
     judges = Clients(device, np.zeros_like(device), 3 + device)

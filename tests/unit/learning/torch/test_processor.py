@@ -160,7 +160,7 @@ class Lengths(NamedTuple):
 
 
 class Padded(Lengths):
-    """Takes other arguments than it has fields."""
+    """A named tuple whose constructor does not take its fields."""
 
     def __new__(cls, sequences: list[torch.Tensor]) -> Padded:
         return cls._make([nn.utils.rnn.pad_sequence(sequences), max(map(len, sequences))])
@@ -193,7 +193,7 @@ def where_sequences_are() -> list[str]:
     return [tensor.device.type for tensor in tensors]
 
 
-def test_sequences_in_named_tuples_of_other_arguments_are_moved(child: ProcessPoolExecutor) -> None:
+def test_named_tuples_with_their_own_constructor_are_moved(child: ProcessPoolExecutor) -> None:
     """PyTorch needs the lengths of a packed sequence on the CPU."""
     assert child.submit(where_sequences_are).result() == [NAME, NAME, NAME, "cpu"]
 

@@ -345,7 +345,7 @@ def test_the_command_tells_by_its_exit_code_and_names_what_there_is(
         == 0
     )
     assert "bytes into the TSA per client" in capsys.readouterr().out
-    assert "<td>seeds<td>6 to 6" in (tmp_path / "quick" / "report.html").read_text("utf-8")
+    assert "<td>seeds<td>6<" in (tmp_path / "quick" / "report.html").read_text("utf-8")
 
 
 def test_a_chart_has_a_triangle_where_only_a_bound_is_known() -> None:
