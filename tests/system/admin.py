@@ -81,7 +81,7 @@ class Admin:
             )
             try:
                 connection.connect()
-            except (ConnectionResetError, ssl.SSLEOFError):
+            except (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError):
                 connection.close()
                 assert time.monotonic() < ends_at
                 time.sleep(_POLL_S)

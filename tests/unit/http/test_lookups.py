@@ -345,6 +345,8 @@ def limit_threads():
     # of the 32 of libuv.
     most = used + (128 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (8 << 20, most))
     threading.stack_size(1 << 30)
 
 async def main():
