@@ -40,6 +40,7 @@ from papaya.cli.output import (
 )
 from papaya.cli.tsa import (
     Dependencies,
+    GitFailed,
     LargeWheels,
     NoGit,
     NotInClone,
@@ -148,9 +149,8 @@ def run(options: AuditOptions) -> int:
         )
     if failed:
         hint = "do not trust this log, and publish what you found"
-        [*checks] = {step.check_first for step in failed}
-        if len(checks) == 1 and checks[0]:
-            hint = f"{checks[0]}; if the step still fails, {hint}"
+        if all(checks := sorted({step.check_first for step in failed})):
+            hint = f"{' and '.join(checks)}; if the step still fails, {hint}"
         raise ProtocolError(f"{plural(len(failed), 'step')} of the audit failed", hint=hint)
     unread = [step for step in open_steps if step.name in _READING]
     if unread:
@@ -254,7 +254,9 @@ def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
             read = _reading(source, record.revision, is_clone=is_clone)
             found = artifact_hash(read)
         except NotInClone as error:
-            raise NoSource(f"{error}; if the clone lacks this revision, run git fetch") from error
+            raise NoSource(str(error), "run git fetch in the clone") from error
+        except GitFailed as error:
+            raise NoSource(str(error), "run git fsck in the clone") from error
         except OperatorError as error:
             if is_clone and not isinstance(error, NoGit):
                 raise NoSource(str(error)) from error
@@ -274,7 +276,8 @@ def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
             wrong = f"{error}; {error.hint}"
             return Built(found, wrong_dependency=wrong, check_first="download the wheels again")
         except LargeWheels as error:
-            return Built(found, wrong_dependency=f"{error}; {error.hint}")
+            wrong, check = f"{error}; {error.hint}", "check the files in --wheels" if wheels else ""
+            return Built(found, wrong_dependency=wrong, check_first=check)
         except OperatorError as error:  # no wheels, or git failed meanwhile
             return Built(found, str(error))
         return Built(found)

@@ -23,6 +23,7 @@ import io
 import os
 import re
 import shlex
+import stat
 import subprocess
 import sys
 import tempfile
@@ -65,7 +66,7 @@ _UNIX = 3
 _PIP_MISMATCH = re.compile(
     r"DO NOT MATCH THE HASHES[^\n]*\n(?P<file>.*?Got\s+(?P<got>[0-9a-f]{64}))", re.DOTALL
 )
-_BLOB = re.compile(rb"(?P<id>[0-9a-f]{40,64}) blob (?P<size>[0-9]+)\n")
+_BLOB = re.compile(rb"(?P<id>[0-9a-f]{40,64}) blob (?P<size>[0-9]+)")
 _SHOWN_CHARACTERS = 300  # of what git printed
 # Of one release in an audit, because whoever writes the lock chooses what an auditor downloads and
 # reads. An enclave holds the dependencies in memory; today's need less than a twentieth of this.
@@ -94,7 +95,11 @@ class LargeWheels(OperatorError):
 
 
 class NotInClone(OperatorError):
-    """The clone lacks a revision, or the revision lacks a file."""
+    """The clone lacks a revision."""
+
+
+class GitFailed(OperatorError):
+    """Git could not read a revision that the clone has."""
 
 
 class NoGit(OperatorError):
@@ -232,14 +237,19 @@ def from_revision(repository: Path, revision: str) -> ReadSource:
 
     def read(path: str) -> bytes:
         where = f"{path} of revision {revision[:60]}"
+        git = f"git -C {shlex.quote(str(repository))}"
+        names = f"{revision}\n{revision}:{path}\n"
         try:
-            found = _git(repository, "cat-file", "--batch-check", given=f"{revision}:{path}\n")
-            if found.endswith(b" missing\n"):
-                hint = f"git -C {shlex.quote(str(repository))} fetch"
-                raise NotInClone(f"{where} is not in {repository}", hint=hint)
+            known, found = _git(repository, "cat-file", "--batch-check", given=names).splitlines()
+            if known.endswith((b" missing", b" ambiguous")):
+                why = known.decode(errors="replace").rpartition(" ")[2]
+                raise NotInClone(
+                    f"revision {revision[:60]} is {why} in {repository}",
+                    hint=f"{git} fetch, or give all digits of the revision",
+                )
             blob = _BLOB.fullmatch(found)
             if blob is None:
-                raise OperatorError(f"{where} is not a file", hint="choose another revision")
+                raise OperatorError(f"there is no file {where}", hint="choose another revision")
             # The size is checked before reading: publishing gigabytes of zeros costs nothing.
             if int(blob["size"]) > max_bytes(path):
                 raise _too_long(where, max_bytes(path))
@@ -247,9 +257,8 @@ def from_revision(repository: Path, revision: str) -> ReadSource:
         except subprocess.CalledProcessError as error:
             # In a partial clone, the remote may have written a part of git's error output.
             reason = error.stderr.decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
-            raise OperatorError(
-                f"git cannot read {where}: {reason!r}",
-                hint=f"check the clone: git -C {shlex.quote(str(repository))} status",
+            raise GitFailed(
+                f"git cannot read {where}: {reason!r}", hint=f"check the clone: {git} fsck"
             ) from error
 
     return read
@@ -395,16 +404,18 @@ def _require_hash(folder: Path, wheel: Wheel) -> int:
     """The size of the wheel's file. A file above the limit is not read: its size is wrong."""
     path = folder / wheel.file
     try:
-        size = path.stat().st_size
-        if size > MAX_WHEELS_BYTES:
-            return size
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):
+            raise NoWheels("not a regular file")
+        if about.st_size > MAX_WHEELS_BYTES:
+            return about.st_size
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise NoWheels(error.strerror) from error
+        raise NoWheels(str(error.strerror)) from error
     if digest != wheel.sha256:
         raise _wrong(wheel, digest)
-    return size
+    return about.st_size
 
 
 def _wrong(wheel: Wheel, digest: str) -> WrongWheel:
@@ -459,7 +470,12 @@ def _download(lock: EnclaveLock, folder: Path) -> None:
 
 
 class _Pip:
-    """Runs pip until all runs together have taken `_PIP_LIMIT_S`."""
+    """Runs pip until all runs together have taken `_PIP_LIMIT_S`.
+
+    A stranger may have written the lock and the files of the current folder. So pip is not imported
+    from there (-P) and runs in the folder of the download, which also takes its temporary files and
+    is deleted even if pip is ended. Without a cache, nothing that it downloads is kept.
+    """
 
     def __init__(self) -> None:
         self._left_s = float(_PIP_LIMIT_S)
@@ -467,18 +483,20 @@ class _Pip:
     def download(self, lock: EnclaveLock, wheel: Wheel, folder: Path) -> None:
         requirements = folder / "requirements.txt"
         requirements.write_text(f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
-        command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        command = [sys.executable, "-P", "-m", "pip", "--quiet", "--disable-pip-version-check"]
         command += ["download", "--require-hashes", "--no-deps", "--only-binary", ":all:"]
-        command += ["--no-input", "--dest", str(folder), "--requirement", str(requirements)]
+        command += ["--no-input", "--no-cache-dir", "--ignore-requires-python"]
+        command += ["--dest", str(folder), "--requirement", str(requirements)]
         command += ["--python-version", lock.python, "--implementation", "cp"]
         for platform in lock.platforms:
             command += ["--platform", platform]
-        for abi in (f"cp{lock.python.replace('.', '')}", "abi3", "none"):
+        for abi in (lock.abi, "abi3", "none"):
             command += ["--abi", abi]
-        problem = self._run(command)
+        before = set(folder.glob("*.whl"))
+        problem = self._run(command, folder)
         if first := _PIP_MISMATCH.search(problem):
             # Some versions of pip say the same after an interrupted download.
-            problem = self._run([*command, "--no-cache-dir"])
+            problem = self._run(command, folder)
             if second := _PIP_MISMATCH.search(problem):
                 if first["got"] != second["got"]:
                     got = f"{first['got']} and {second['got']}"
@@ -489,8 +507,12 @@ class _Pip:
                 )
         if problem:
             raise NoWheels(problem.splitlines()[-1])
+        # pip takes any file of this version that has the hash.
+        for other in set(folder.glob("*.whl")) - before:
+            if other.name != wheel.file:
+                raise WrongWheel(f"the SHA-256 in {LOCK} for {wheel.file} is that of {other.name}")
 
-    def _run(self, command: Sequence[str]) -> str:
+    def _run(self, command: Sequence[str], folder: Path) -> str:
         """What pip printed if it failed, otherwise nothing."""
         started = monotonic()
         try:
@@ -503,6 +525,8 @@ class _Pip:
                 text=True,
                 errors="replace",
                 timeout=self._left_s,
+                cwd=folder,
+                env=os.environ | {"TMPDIR": str(folder)},
             )
         except subprocess.TimeoutExpired as error:
             raise NoWheels(f"all downloads together took more than {_PIP_LIMIT_S} s") from error

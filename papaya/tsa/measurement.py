@@ -19,6 +19,7 @@ import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,11 +34,17 @@ ReadSource: TypeAlias = Callable[[str], bytes]
 _SOURCE = re.compile(r"papaya(/[a-z_]+)*/[a-z_]+\.(py|toml)")
 # Name, version, perhaps a build, then tags of Python versions, ABIs and platforms.
 _WHEEL_FILE = re.compile(
-    r"(?P<name>[A-Za-z0-9_.]+)-(?P<version>[A-Za-z0-9_.]+)(-[0-9][A-Za-z0-9_.]*)?"
+    r"(?=.{,255}\Z)(?P<name>[A-Za-z0-9_.]+)-(?P<version>[A-Za-z0-9_.]+)(-[0-9][A-Za-z0-9_.]*)?"
     r"-(?P<pythons>[a-z0-9.]+)-(?P<abis>[a-z0-9_.]+)-(?P<platforms>[a-z0-9_.]+)\.whl"
 )
+_PYTHON = re.compile(r"3\.[1-9][0-9]?")
 # pip reads these texts, and would take one that starts with a dash for an option.
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+# Of a release. pip takes a text that ends as an archive does for a file in the current folder.
+_VERSION = re.compile(r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?")
+_TAG = re.compile(r"(?P<kind>cp|py)3(?P<minor>[0-9]*)")
+_FIRST_ABI3 = 2  # Python 3.2
+_MOST = 32  # wheels, for each of which pip runs, and platforms; the enclave has four and three
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHOWN_CHARACTERS = 100  # of an invalid value
 
@@ -85,10 +92,13 @@ class EnclaveLock:
         return lock
 
     def _check(self) -> None:
+        if (most := max(len(self.wheels), len(self.platforms))) > _MOST:
+            raise LockError(f"{LOCK} names {most} wheels or platforms, more than {_MOST}")
         for path in self.sources:
             _match(_SOURCE, path)
-        for text in (self.python, *self.platforms):
-            _match(_PLAIN, text)
+        _match(_PYTHON, self.python)
+        for platform in self.platforms:
+            _match(_PLAIN, platform)
         for wheel in self.wheels:
             self._check_wheel(wheel)
         paths = [*self.sources, LOCK, *(wheel.file for wheel in self.wheels)]
@@ -103,20 +113,35 @@ class EnclaveLock:
         """
         _match(_SHA256, wheel.sha256)
         _match(_PLAIN, wheel.name)
-        _match(_PLAIN, wheel.version)
+        _match(_VERSION, wheel.version)
         file = _match(_WHEEL_FILE, wheel.file)
+        about = f"{LOCK} contains the wheel {wheel.name[:50]} {wheel.version[:50]}"
         shown = wheel.file[:_SHOWN_CHARACTERS]
-        named = _normalized(wheel.name), wheel.version.replace("-", "_")
+        named = _normalized(wheel.name), wheel.version
         if (_normalized(file["name"]), file["version"]) != named:
-            name = f"{wheel.name} {wheel.version}"[:_SHOWN_CHARACTERS]
-            raise LockError(
-                f"{LOCK} contains the wheel {name} with a file of another name: {shown!r}"
-            )
-        version = self.python.replace(".", "")
-        pythons = {"py3", f"py{version}", f"cp{version}"} & set(file["pythons"].split("."))
+            raise LockError(f"{about} with the file of another wheel: {shown!r}")
         platforms = {"any", *self.platforms} & set(file["platforms"].split("."))
-        if not platforms or not (pythons or "abi3" in file["abis"].split(".")):
-            raise LockError(f"{LOCK} contains a wheel for another Python or platform: {shown!r}")
+        tags = product(file["pythons"].split("."), file["abis"].split("."))
+        if not platforms or not any(self.takes(python, abi) for python, abi in tags):
+            raise LockError(f"{about} with a file for another Python or platform: {shown!r}")
+
+    @property
+    def abi(self) -> str:
+        """CPython's own."""
+        return f"cp{self.python.replace('.', '')}"
+
+    def takes(self, python: str, abi: str) -> bool:
+        """Whether pip takes a wheel with these tags for this Python version."""
+        tag = _TAG.fullmatch(python)
+        if tag is None:
+            return False
+        newest = int(self.python.removeprefix("3."))
+        is_older = not tag["minor"] or int(tag["minor"]) <= newest
+        if abi == "none":
+            return python == self.abi or (tag["kind"] == "py" and is_older)
+        if abi == "abi3":
+            return tag["kind"] == "cp" and is_older and int(tag["minor"] or 0) >= _FIRST_ABI3
+        return abi == python == self.abi
 
 
 def max_bytes(path: str) -> int:

@@ -42,7 +42,11 @@ class CannotBuild(Exception):
 
 
 class NoSource(Exception):
-    """The source does not contain what the record names. The message says what is missing."""
+    """The source does not contain what the record names. `check_first`: as in `AuditStep`."""
+
+    def __init__(self, what: str, check_first: str = "") -> None:
+        super().__init__(what)
+        self.check_first = check_first
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,9 @@ def audit(
         yield AuditStep("checkpoint", "not done", f"{error}{before}")
         return
     except UnknownSigner as error:
-        yield AuditStep("checkpoint", "failed", str(error), check_first="check --log-key")
+        # The key has verified the checkpoint that is remembered.
+        check = "check the address of the log" if known else "check --log-key"
+        yield AuditStep("checkpoint", "failed", str(error), check_first=check)
         return
     except LogError as error:
         yield AuditStep("checkpoint", "failed", str(error))
@@ -162,7 +168,7 @@ def _audit_record(
         yield AuditStep("rebuild", "not done", str(error), index)
         yield _without_build(index)
     except NoSource as error:
-        yield AuditStep("rebuild", "failed", str(error), index)
+        yield AuditStep("rebuild", "failed", str(error), index, check_first=error.check_first)
         yield _without_build(index)
     else:
         yield from _compared(record, built, index)

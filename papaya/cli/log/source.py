@@ -24,6 +24,7 @@ from papaya.verifiable_log.errors import (
     LogSourceUnreachable,
     MissingFile,
     NoCheckpoint,
+    UnknownSigner,
 )
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import SignerKey, VerifierKey
@@ -175,6 +176,9 @@ def refusals() -> Iterator[None]:
         yield
     except (LogSourceUnreachable, NoCheckpoint) as error:
         raise LogUnreachable(str(error)) from error
+    except UnknownSigner as error:
+        hint = f"check --log-key; if it is the key of this log, {LogRefused.default_hint}"
+        raise LogRefused(str(error), hint=hint) from error
     except LogError as error:
         raise LogRefused(str(error)) from error
 

@@ -47,9 +47,9 @@ def add_wheel(root: Path, name: str) -> None:
     lock.write_text(lock.read_text().replace("[[wheels]]", f"[[wheels]]\n{wheel}[[wheels]]", 1))
 
 
-def make_wheels(root: Path) -> Path:
+def make_wheels(root: Path, name: str = WHEEL) -> Path:
     root.mkdir()
-    (root / WHEEL).write_bytes(WHEEL_BYTES)
+    (root / name).write_bytes(WHEEL_BYTES)
     return root
 
 
@@ -75,17 +75,15 @@ def _git(root: Path, *command: str) -> str:
 
 _FAKE_PIP = """#!/bin/sh
 folder=$(dirname "$0")
-cache=
 for word; do
   case $previous in
     --requirement) requirements=$word ;;
     --dest) dest=$word ;;
   esac
-  [ "$word" = --no-cache-dir ] && cache=" without a cache"
   previous=$word
 done
 while read -r requirement rest; do
-  echo "$requirement$cache" >> "$folder/calls"
+  echo "$requirement" >> "$folder/calls"
   answer=$folder/$requirement.$(grep -c "^$requirement" "$folder/calls")
   [ -d "$answer" ] && cp "$answer"/* "$dest" && continue
   [ -f "$answer" ] || echo "ERROR: No matching distribution found for $requirement" > "$answer"
@@ -111,7 +109,7 @@ class FakePip:
     """Like pip, it stops at the first requirement that it cannot get. It records its runs.
 
     `answers`: for the wheel `nosuchthing`, run by run, the SHA-256 of a file that is not the one
-    in the lock, "" for the file in the lock, or else what pip prints when it fails.
+    in the lock, the name of a file with the right one, or else what pip prints when it fails.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
@@ -123,8 +121,8 @@ class FakePip:
         monkeypatch.setattr(sys, "executable", str(python))
         for run, answer in enumerate(answers, 1):
             path = folder / f"nosuchthing==1.0.{run}"
-            if not answer:
-                make_wheels(path)
+            if answer.endswith(".whl"):
+                make_wheels(path, answer)
             else:
                 path.write_text(_MISMATCH % answer if len(answer) == 64 else answer)
 

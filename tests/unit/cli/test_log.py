@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import socket
 import ssl
 import tempfile
@@ -273,6 +274,21 @@ def test_an_audit_with_the_key_of_another_log_says_to_check_the_key(world: World
     assert caught.value.hint.startswith("check --log-key; if the step still fails, do not ")
     for key in (world.log_key, other):
         assert key.split("+")[1] in world.captured.out
+    with pytest.raises(LogRefused, match="no known key has signed") as caught:
+        world.out("log", "verify", world.log, "--log-key", other)
+    assert caught.value.hint.startswith("check --log-key; if it is the key of this log, do not ")
+
+
+def test_a_key_that_has_verified_a_remembered_checkpoint_is_not_doubted(world: World) -> None:
+    world.append()
+    reading = ["--log-key", world.log_key, "--remember", world.folder / "seen"]
+    world.out("log", "verify", world.log, *reading)
+    other, key = world.folder / "another", world.folder / "another.key"
+    world.out("log", "key", "--name", "example.org/log", "--output", key)
+    world.out("log", "create", "--log", other, "--key", key)
+    with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
+        world.out("audit", other, *reading)
+    assert caught.value.hint.startswith("check the address of the log; if the step still fails, ")
 
 
 def test_a_failed_checkpoint_with_the_log_s_signature_is_blamed_on_the_log(world: World) -> None:
@@ -504,12 +520,13 @@ def test_an_audit_fails_for_a_revision_that_the_clone_does_not_have(
     entry = LogFolder(world.log).fetch("tile/entries/000.p/1")[2:]
     nowhere = entry.replace(world.revision.encode(), b"de" * 20)
     LogFolder(world.log).append([nowhere], SignerKey.parse(world.key.read_text()))
-    with pytest.raises(ProtocolError, match="1 step of the audit failed"):
+    with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
         world.read("audit", "--source", world.clone, "--wheels", world.wheels, *allowed)
     steps = msgspec.json.decode(world.captured.out)
     [failed] = [step for step in steps if step["outcome"] == "failed"]
     assert (failed["name"], failed["index"]) == ("rebuild", 1)
-    assert "git fetch" in failed["detail"]
+    assert failed["check_first"] == "run git fetch in the clone"
+    assert caught.value.hint.startswith("run git fetch in the clone; if the step still fails, ")
 
 
 @pytest.mark.parametrize(
@@ -538,7 +555,7 @@ def test_an_audit_fails_for_a_revision_whose_lock_is_made_to_stop_it(
     steps = msgspec.json.decode(world.captured.out)
     [failed] = [step for step in steps if step["outcome"] == "failed"]
     assert (failed["name"], failed["index"]) == ("rebuild", 1)
-    assert "git fetch" not in failed["detail"]  # the clone has the revision
+    assert failed["check_first"] == ""  # the clone has the revision
     assert steps[-1]["name"] == "dependencies"
 
 
@@ -785,20 +802,33 @@ def test_an_audit_does_not_hold_wheels_in_memory(world: World) -> None:
     assert outcomes(steps)["dependencies"] == "passed"
 
 
+def test_a_wheel_that_is_a_pipe_is_not_read(world: World) -> None:
+    world.append()
+    (world.wheels / WHEEL).unlink()
+    os.mkfifo(world.wheels / WHEEL)
+    options = ["--source", world.clone, "--wheels", world.wheels]
+    with pytest.raises(audit.NotChecked, match=r"did not check: dependencies\n"):
+        world.read("audit", *options, *skipping("witnesses", "consistency"))
+    [step] = [s for s in msgspec.json.decode(world.captured.out) if s["name"] == "dependencies"]
+    assert step["detail"] == f"cannot read from {world.wheels}: {WHEEL}: not a regular file"
+
+
 @pytest.mark.parametrize("source", ["folder", "pip"])
 def test_an_audit_fails_for_wheels_that_are_too_large_in_total(
     world: World, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     """The operator chooses the wheels, so --skip must not hide that they are too large."""
     give_wheel(world, hashlib.sha256(WHEEL_BYTES).hexdigest())
-    FakePip(world.folder / "pip", monkeypatch, "")
+    FakePip(world.folder / "pip", monkeypatch, WHEEL)
     monkeypatch.setattr(tsa, "MAX_WHEELS_BYTES", len(WHEEL_BYTES) - 1)
     options = ["--source", world.clone, *skipping("witnesses", "consistency", "dependencies")]
     if source == "folder":
         options += ["--wheels", world.wheels]
     with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
         world.read("audit", *options)
-    assert caught.value.hint == "do not trust this log, and publish what you found"
+    accusation = "do not trust this log, and publish what you found"
+    mistake = "check the files in --wheels; if the step still fails, " if source == "folder" else ""
+    assert caught.value.hint == f"{mistake}{accusation}"
     [failed] = [s for s in msgspec.json.decode(world.captured.out) if s["outcome"] == "failed"]
     assert failed["name"] == "dependencies"
     assert f"larger than {len(WHEEL_BYTES) - 1} bytes in total" in failed["detail"]

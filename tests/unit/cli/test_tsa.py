@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import subprocess
+import sys
 import tempfile
 import tracemalloc
 import zipfile
@@ -21,6 +22,7 @@ from papaya.cli import tsa
 from papaya.cli.serve import ServeOptions, run_tsa
 from papaya.cli.tsa import (
     Dependencies,
+    GitFailed,
     NotInClone,
     NoWheels,
     WrongWheel,
@@ -157,11 +159,7 @@ def test_a_wheel_that_no_index_has_does_not_hide_one_with_another_hash(
     pip = FakePip(tmp_path / "pip", monkeypatch, "5" * 64, "5" * 64)
     with pytest.raises(WrongWheel, match=f"nosuchthing==1.0 .* Got {'5' * 64}"):
         build(from_folder(sources))
-    assert pip.calls == [
-        "a0==1.0",
-        "nosuchthing==1.0",
-        "nosuchthing==1.0 without a cache",
-    ]
+    assert pip.calls == ["a0==1.0", "nosuchthing==1.0", "nosuchthing==1.0"]
 
 
 def test_every_wheel_that_pip_cannot_get_is_named(
@@ -180,9 +178,9 @@ def test_a_download_that_succeeds_the_second_time_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources, wheels = make_sources(tmp_path / "sources"), make_wheels(tmp_path / "wheels")
-    pip = FakePip(tmp_path / "pip", monkeypatch, "5" * 64, "")
+    pip = FakePip(tmp_path / "pip", monkeypatch, "5" * 64, WHEEL)
     assert build(from_folder(sources)) == build(from_folder(sources), wheels)
-    assert pip.calls == ["nosuchthing==1.0", "nosuchthing==1.0 without a cache"]
+    assert pip.calls == ["nosuchthing==1.0"] * 2
 
 
 @pytest.mark.parametrize(
@@ -198,6 +196,45 @@ def test_an_interrupted_download_is_not_a_wrong_wheel(
     with pytest.raises(NoWheels, match=f"could not download {WHEEL}.*{reason}"):
         build(from_folder(sources))
     assert len(pip.calls) == 2
+
+
+def test_the_hash_of_another_file_of_the_same_version_is_a_wrong_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip takes any file with the hash in the lock; nobody could build with this one."""
+    other = "nosuchthing-1.0-cp311-abi3-manylinux_2_28_x86_64.whl"
+    FakePip(tmp_path / "pip", monkeypatch, other)
+    with pytest.raises(WrongWheel, match=f"the SHA-256 in {LOCK} for {WHEEL} is that of {other}"):
+        build(from_folder(make_sources(tmp_path / "sources")))
+
+
+def test_pip_is_not_imported_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That may be the clone of the sources, which a stranger wrote."""
+    sources = make_sources(tmp_path / "sources")
+    (sources / "pip.py").write_text("open('imported', 'w')\nraise SystemExit(1)\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.chdir(sources)
+    with pytest.raises(NoWheels, match=r"No matching distribution found for nosuchthing==1\.0"):
+        build(from_folder(Path()))
+    assert not (sources / "imported").exists()
+
+
+def test_what_pip_downloads_is_deleted_with_its_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it was ended: whoever wrote the lock chooses how much pip downloads."""
+    python, scratch = tmp_path / "python", tmp_path / "scratch"
+    python.write_text('#!/bin/sh\necho half > "$TMPDIR/half"\npwd > "$0.pwd"\nkill -9 $$\n')
+    python.chmod(0o755)
+    scratch.mkdir()
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    with pytest.raises(NoWheels, match="pip gave no reason"):
+        build(from_folder(make_sources(tmp_path / "sources")))
+    assert Path(f"{python}.pwd").read_text().startswith(f"{scratch}/papaya-wheels-")
+    assert list(scratch.iterdir()) == []
 
 
 def test_all_downloads_share_one_time_limit(
@@ -248,7 +285,7 @@ def test_the_downloads_for_all_locks_of_an_audit_share_one_time_limit(
 def test_a_wheel_of_several_locks_is_downloaded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pip = FakePip(tmp_path / "pip", monkeypatch, "")
+    pip = FakePip(tmp_path / "pip", monkeypatch, WHEEL)
     dependencies = Dependencies(None)
     first, second = (make_sources(tmp_path / name) for name in ("first", "second"))
     add_wheel(second, "a0")
@@ -307,19 +344,29 @@ def test_a_revision_that_is_not_there_is_told(tmp_path: Path, revision: str) -> 
         from_revision(clone, revision)("papaya/__init__.py")
 
 
-def test_fetch_is_advised_only_if_git_cannot_find_the_file(tmp_path: Path) -> None:
-    clone = make_sources(tmp_path / "clone")
+def test_fetch_is_advised_only_for_a_revision_that_the_clone_lacks(tmp_path: Path) -> None:
+    clone = make_sources(tmp_path / "a clone")
     revision = commit(clone)
-    for wanted, path in ((revision, "papaya/no.py"), ("de" * 20, "papaya/__init__.py")):
-        with pytest.raises(NotInClone, match=f"{path} of revision {wanted} is not in") as told:
-            from_revision(clone, wanted)(path)
-        assert told.value.hint.endswith("fetch")
-    with pytest.raises(OperatorError, match=f"papaya/tsa of revision {revision} is not a file"):
-        from_revision(clone, revision)("papaya/tsa")
+    with pytest.raises(NotInClone, match=f"revision {'de' * 20} is missing in {clone}") as told:
+        from_revision(clone, "de" * 20)("papaya/__init__.py")
+    assert told.value.hint.startswith(f"git -C '{clone}' fetch")
+    for path in ("papaya/no.py", "papaya/tsa"):
+        with pytest.raises(OperatorError, match=f"no file {path} of revision {revision}") as other:
+            from_revision(clone, revision)(path)
+        assert "fetch" not in other.value.hint
     (clone / ".git/HEAD").unlink()
-    with pytest.raises(OperatorError, match=r"git cannot read .*fatal: not a git repo") as broken:
+    with pytest.raises(GitFailed, match=r"git cannot read .*fatal: not a git repo"):
         from_revision(clone, revision)("papaya/__init__.py")
-    assert not isinstance(broken.value, NotInClone)
+
+
+def test_a_short_revision_that_two_objects_have_is_told(tmp_path: Path) -> None:
+    clone = make_sources(tmp_path / "clone")
+    for text in ("142", "784"):  # the SHA-1 of both blobs begins with 8324
+        (clone / text).write_text(text)
+    commit(clone)
+    with pytest.raises(NotInClone, match="revision 8324 is ambiguous in") as told:
+        from_revision(clone, "8324")("papaya/__init__.py")
+    assert "all digits" in told.value.hint
 
 
 @pytest.mark.parametrize("path", [LOCK, SOURCES[0]])

@@ -7,9 +7,12 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
+from packaging.tags import compatible_tags, cpython_tags
 
 from papaya.tsa.measurement import (
     LOCK,
@@ -100,6 +103,12 @@ def test_a_change_outside_the_enclave_is_not() -> None:
 
 
 LOCK_TEXT = (ROOT / LOCK).read_text()
+WHEEL = """[[wheels]]
+name = "a{0}"
+version = "1"
+file = "a{0}-1-py3-none-any.whl"
+sha256 = "0000000000000000000000000000000000000000000000000000000000000000"
+"""
 
 
 @pytest.mark.parametrize(
@@ -118,6 +127,23 @@ LOCK_TEXT = (ROOT / LOCK).read_text()
         ('name = "cffi"', 'name = "cff"'),
         ('version = "2.1.1"', 'version = "2.1.2"'),
         ('version = "2.1.1"', 'version = "2.1"'),
+        ('version = "2.1.1"', 'version = "latest"'),
+        # pip would build a file of this name in the current folder.
+        (
+            'version = "2.1.1"\nfile = "cffi-2.1.1-',
+            'version = "2.1.1.zip"\nfile = "cffi-2.1.1.zip-',
+        ),
+        # Files that exist, but not for the Python version of the lock, so pip would not find them.
+        ('python = "3.11"', 'python = "3.1.1"'),
+        ('python = "3.11"', 'python = "3.0"'),
+        ('python = "3.11"', 'python = "3.10"'),
+        ('python = "3.11"', 'python = "x"'),
+        ("cffi-2.1.1-cp311-cp311-", "cffi-2.1.1-cp311-cp311t-"),
+        ("cffi-2.1.1-cp311-cp311-", "cffi-2.1.1-cp312-abi3-"),
+        ("cffi-2.1.1-cp311-cp311-", "cffi-2.1.1-py2-none-"),
+        ("cffi-2.1.1-cp311-cp311-", f"cffi-2.1.1-{'cp311.' * 60}cp311-cp311-"),
+        ("platforms = [", "platforms = [" + '"x", ' * 40),
+        ("[[wheels]]", "".join(map(WHEEL.format, range(40))) + "[[wheels]]"),
         ('file = "cffi-2.1.1-', 'file = "nobody_has_it-2.1.1-'),
         (
             'name = "cffi"\nversion = "2.1.1"\nfile = "',
@@ -152,11 +178,24 @@ def test_locks_that_cannot_be_meant_are_refused(old: str, new: str) -> None:
     assert len(str(refused.value)) < 300
 
 
+def test_a_wheel_is_taken_for_a_python_version_if_pip_takes_it() -> None:
+    pythons = [f"{kind}3{minor}" for kind in ("cp", "py") for minor in ("", *range(15))]
+    for minor in range(2, 15):
+        lock = replace(read_lock(installed), python=f"3.{minor}")
+        version, abis = (3, minor), [lock.abi, "abi3", "none"]
+        there = {*cpython_tags(version, abis, ["x"]), *compatible_tags(version, lock.abi, ["x"])}
+        expected = {(tag.interpreter, tag.abi) for tag in there if tag.platform == "x"}
+        tags = product([*pythons, "py2", "pp310"], [*abis, "cp39", "cp311", "cp313t", "abi3t"])
+        assert {tag for tag in tags if lock.takes(*tag)} == expected
+
+
 @pytest.mark.parametrize(
     ("name", "version", "file"),
     [
         ("zope.interface", "7.2", "zope.interface-7.2-cp311-cp311-manylinux2014_x86_64.whl"),
-        ("PyYAML", "6.0-1", "pyyaml-6.0_1-py3-none-any.whl"),
+        ("PyYAML", "6.0.3", "PyYAML-6.0.3-cp311-cp311-manylinux2014_x86_64.whl"),
+        ("a", "1.0rc1.post2.dev3", "a-1.0rc1.post2.dev3-py3-none-any.whl"),
+        ("old", "1.0", "old-1.0-py2.py36-none-any.whl"),
         ("ruamel-yaml", "0.18", "ruamel.yaml-0.18-1build-py2.py3-none-any.whl"),
         ("cryptography", "50.0.2", "cryptography-50.0.2-cp37-abi3-manylinux_2_28_x86_64.whl"),
     ],
