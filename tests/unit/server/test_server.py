@@ -183,7 +183,7 @@ def test_a_server_that_cannot_start_threads_says_so(
         raise RuntimeError("can't start new thread")
 
     async def run() -> None:
-        with pytest.raises(OperatorError, match="cannot start threads") as caught:
+        with pytest.raises(OperatorError, match="cannot start enough threads") as caught:
             await Server(deployment(tmp_path)).start()
         assert "ulimit -u" in caught.value.hint
 
