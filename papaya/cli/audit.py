@@ -41,7 +41,6 @@ from papaya.cli.output import (
 )
 from papaya.cli.tsa import (
     Dependencies,
-    GitFailed,
     LargeWheels,
     NoGit,
     NotInClone,
@@ -55,6 +54,7 @@ from papaya.cli.tsa import (
 from papaya.errors import OperatorError, PapayaError, ProtocolError
 from papaya.tsa.measurement import LOCK, ReadSource, installed
 from papaya.verifiable_log.auditor import (
+    CHECK_CLONE,
     UNUSED,
     AuditStep,
     Built,
@@ -151,7 +151,7 @@ def run(options: AuditOptions) -> int:
     if failed:
         hint = "do not trust this log, and publish what you found"
         if all(checks := sorted({step.check_first for step in failed})):
-            hint = f"{' and '.join(checks)}; if the step still fails, {hint}"
+            hint = f"{' and '.join(checks)}; if it still fails, {hint}"
         raise ProtocolError(f"{plural(len(failed), 'step')} of the audit failed", hint=hint)
     unread = [step for step in open_steps if step.name in _READING]
     if unread:
@@ -255,12 +255,11 @@ def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
             read = _reading(source, record.revision, is_clone=is_clone)
             found = artifact_hash(read)
         except NotInClone as error:
-            raise NoSource(str(error), "run git fetch in the clone") from error
-        except GitFailed as error:
-            raise NoSource(str(error), "run git fsck in the clone") from error
+            first = "check that this is a clone of Papaya, and run git fetch in it"
+            raise NoSource(str(error), f"{first} (--unshallow if it is shallow)") from error
         except OperatorError as error:
             if is_clone and not isinstance(error, NoGit):
-                raise NoSource(str(error)) from error
+                raise NoSource(str(error), CHECK_CLONE) from error
             raise CannotBuild(str(error)) from error
         if not is_clone:
             where = "this installation" if source is None else str(source)

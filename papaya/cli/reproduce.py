@@ -81,8 +81,8 @@ def add_to(commands: Commands) -> None:
         "--first-seed",
         type=whole(1),
         metavar="S",
-        help="seed of the first repetition; each further one adds 1. Choose another one to check "
-        "published results with other seeds",
+        help="seed of the first repetition; each further one adds 1. To check results with other "
+        "seeds, choose another one, and another --output: the results there are replaced",
     )
     parser.add_argument(
         "--data",

@@ -98,10 +98,6 @@ class NotInClone(OperatorError):
     """The clone lacks a revision."""
 
 
-class GitFailed(OperatorError):
-    """Git could not read a revision that the clone has."""
-
-
 class NoGit(OperatorError):
     """Git could not be run, which says nothing about a revision."""
 
@@ -193,6 +189,7 @@ def run_measure(options: TsaMeasureOptions) -> int:
 
 def reading(source: Path | None, revision: str | None) -> ReadSource:
     if revision is not None:
+        require_repository(source or Path())
         return from_revision(source or Path(), revision)
     return installed if source is None else from_folder(source)
 
@@ -226,7 +223,7 @@ def require_repository(folder: Path) -> None:
     except subprocess.CalledProcessError as error:
         why = error.stderr.decode(errors="replace").strip()
         raise OperatorError(
-            f"git cannot use {folder}: {why}", hint="pass a clone that git can read"
+            f"git cannot use {folder}: {why}", hint="pass a clone that git can read: --source CLONE"
         ) from error
 
 
@@ -257,7 +254,7 @@ def from_revision(repository: Path, revision: str) -> ReadSource:
         except subprocess.CalledProcessError as error:
             # In a partial clone, the remote may have written a part of git's error output.
             reason = error.stderr.decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
-            raise GitFailed(
+            raise OperatorError(
                 f"git cannot read {where}: {reason!r}", hint=f"check the clone: {git} fsck"
             ) from error
 
@@ -267,7 +264,8 @@ def from_revision(repository: Path, revision: str) -> ReadSource:
 def _git(repository: Path, *arguments: str, given: str = "") -> bytes:
     # In a git hook, GIT_DIR would name the repository of the hook.
     environment = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
-    environment["LC_ALL"] = "C"
+    # A replaced object has the id of another one.
+    environment |= {"LC_ALL": "C", "GIT_NO_REPLACE_OBJECTS": "1"}
     command = ["git", "-C", str(repository), *arguments]
     try:
         return subprocess.run(
@@ -385,16 +383,15 @@ def _read_wheels(lock: EnclaveLock, folder: Path) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     missing: list[str] = []
     for wheel in lock.wheels:
-        path = f"{WHEELS}/{wheel.file}"
         try:
             data = (folder / wheel.file).read_bytes()
         except OSError:
-            missing.append(path)
+            missing.append(wheel.file)
             continue
         digest = hashlib.sha256(data).hexdigest()
         if digest != wheel.sha256:
             raise _wrong(wheel, digest)
-        found[path] = data
+        found[f"{WHEELS}/{wheel.file}"] = data
     if missing:
         raise NoWheels(f"missing from {folder}: {', '.join(missing)}")
     return found
@@ -420,8 +417,7 @@ def _require_hash(folder: Path, wheel: Wheel) -> int:
 
 def _wrong(wheel: Wheel, digest: str) -> WrongWheel:
     return WrongWheel(
-        f"{WHEELS}/{wheel.file} does not have the SHA-256 in {LOCK}: expected {wheel.sha256}, got "
-        f"{digest}"
+        f"{wheel.file} does not have the SHA-256 in {LOCK}: expected {wheel.sha256}, got {digest}"
     )
 
 

@@ -25,12 +25,15 @@ from papaya.verifiable_log.checkpoint import LogPolicy
 from papaya.verifiable_log.errors import (
     LogError,
     LogSourceUnreachable,
+    MalformedNote,
     NoCheckpoint,
+    TooFewWitnesses,
     UnknownSigner,
 )
 from papaya.verifiable_log.reader import LogReader
 from papaya.verifiable_log.record import Record
 
+CHECK_CLONE = "run git fsck in the clone"
 UNUSED = "unused measurement"  # the step that reports a measurement of no record
 
 StepOutcome: TypeAlias = Literal["passed", "failed", "not done"]
@@ -104,13 +107,9 @@ def audit(
         before = f"; the remembered one has size {old_size}" if known else ""
         yield AuditStep("checkpoint", "not done", f"{error}{before}")
         return
-    except UnknownSigner as error:
-        # The key has verified the checkpoint that is remembered.
-        check = "check the address of the log" if known else "check --log-key"
-        yield AuditStep("checkpoint", "failed", str(error), check_first=check)
-        return
     except LogError as error:
-        yield AuditStep("checkpoint", "failed", str(error))
+        first = check_first(error, is_key_right=known)
+        yield AuditStep("checkpoint", "failed", str(error), check_first=first)
         return
     yield AuditStep("checkpoint", "passed", f"size {checkpoint.size}, signed by {policy.key.name}")
     yield _witnessed(policy)
@@ -142,6 +141,17 @@ def _witnessed(policy: LogPolicy) -> AuditStep:
         )
     detail = f"at least {policy.quorum} of {len(policy.witnesses)} have cosigned"
     return AuditStep("witnesses", "passed", detail)
+
+
+def check_first(error: LogError, *, is_key_right: bool) -> str:
+    """As in `AuditStep`, for a checkpoint. `is_key_right`: the key has verified another one."""
+    if isinstance(error, MalformedNote) or (isinstance(error, UnknownSigner) and is_key_right):
+        return "check the address of the log"
+    if isinstance(error, UnknownSigner):
+        return "check --log-key"
+    if isinstance(error, TooFewWitnesses):
+        return "check --witness, --quorum, --max-age and the clock, or ask the witnesses to sign"
+    return ""
 
 
 def _audit_record(
@@ -200,7 +210,7 @@ def _compared(record: Record, built: Built, index: int) -> Iterator[AuditStep]:
         yield AuditStep("rebuild", "passed", f"the source gives {built.artifact}", index)
     else:
         detail = f"the source gives {built.artifact}, the record says {record.artifact}"
-        yield AuditStep("rebuild", "failed", detail, index)
+        yield AuditStep("rebuild", "failed", detail, index, check_first=CHECK_CLONE)
     # The operator of the log chooses the hashes in the lock: a wrong one is a finding.
     if built.wrong_dependency:
         yield AuditStep(

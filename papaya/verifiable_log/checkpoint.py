@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 from dataclasses import dataclass
 
-from papaya.verifiable_log.errors import LogError, SignatureError, UnknownSigner
+from papaya.verifiable_log.errors import LogError, TooFewWitnesses, UnknownSigner
 from papaya.verifiable_log.merkle import HASH_BYTES, MAX_SIZE
 from papaya.verifiable_log.note import (
     COSIGNATURE,
@@ -113,7 +113,7 @@ def open_checkpoint(raw: bytes, policy: LogPolicy, now: float) -> Checkpoint:
     ]
     counted = [time for time in times if time is not None and _in_time(time, policy, now)]
     if len(counted) < policy.quorum:
-        raise SignatureError(
+        raise TooFewWitnesses(
             f"only {len(counted)} valid cosignatures of the checkpoint of size {checkpoint.size} "
             f"are at most {policy.max_cosignature_age_s:g} s old; {policy.quorum} of "
             f"{len(policy.witnesses)} witnesses are required; {len(times) - len(counted)} are too "

@@ -1,9 +1,11 @@
 """The errors of this package, by what is wrong with the log.
 
     LogError                    malformed data
+    ├── MalformedNote           the address may be wrong
     ├── ProofError
     ├── SignatureError
-    │   └── UnknownSigner       the configured key may be the wrong one
+    │   ├── UnknownSigner       the configured key may be the wrong one
+    │   └── TooFewWitnesses     they may not have signed yet
     ├── LogSourceUnreachable    not evidence against the log
     ├── MissingFile
     │   └── NoCheckpoint        not evidence against the log: the address may be wrong
@@ -20,6 +22,10 @@ class LogError(Exception):
     """The log is malformed or fails a check."""
 
 
+class MalformedNote(LogError):
+    """Not a signed note at all, for example a web page."""
+
+
 class ProofError(LogError):
     """A Merkle proof is invalid."""
 
@@ -30,6 +36,10 @@ class SignatureError(LogError):
 
 class UnknownSigner(SignatureError):
     """A note has no signature of the log's key, so either the key or the log is the wrong one."""
+
+
+class TooFewWitnesses(SignatureError):
+    """Fewer witnesses have signed a checkpoint lately than the policy requires."""
 
 
 class LogSourceUnreachable(LogError):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from papaya.verifiable_log.errors import LogError, SignatureError, UnknownSigner
+from papaya.verifiable_log.errors import LogError, MalformedNote, SignatureError, UnknownSigner
 
 LOG_SIGNATURE = 0x01
 COSIGNATURE = 0x04
@@ -184,26 +184,28 @@ def split_note(raw: bytes) -> tuple[str, list[str]]:
 
 def _split(raw: bytes) -> tuple[str, list[str]]:
     if len(raw) > MAX_NOTE_BYTES:
-        raise LogError(f"a note of {len(raw)} bytes is longer than {MAX_NOTE_BYTES}")
+        raise MalformedNote(f"a note of {len(raw)} bytes is longer than {MAX_NOTE_BYTES}")
     try:
         whole = raw.decode()
     except UnicodeDecodeError as error:
-        raise LogError("the note is not UTF-8 text") from error
+        raise MalformedNote("the note is not UTF-8 text") from error
     if any(ord(character) < 0x20 and character != "\n" for character in whole):
-        raise LogError("the note contains control characters")
+        raise MalformedNote("the note contains control characters")
     text, separator, signatures = whole.rpartition("\n\n")
     if not separator or not signatures.endswith("\n"):
-        raise LogError("the note is not text, an empty line and signatures")
+        raise MalformedNote("the note is not text, an empty line and signatures")
     lines = signatures[:-1].split("\n")
     if len(lines) > MAX_SIGNATURES:
-        raise LogError(f"the note has {len(lines)} signatures, above the limit of {MAX_SIGNATURES}")
+        raise MalformedNote(
+            f"the note has {len(lines)} signatures, above the limit of {MAX_SIGNATURES}"
+        )
     return f"{text}\n", lines
 
 
 def _parse_line(line: str) -> tuple[str, bytes, bytes]:
     parts = line.removeprefix(_DASH).split(" ")
     if not line.startswith(_DASH) or len(parts) != 2:
-        raise LogError(f"malformed signature line: {line[:80]!r}")
+        raise MalformedNote(f"malformed signature line: {line[:80]!r}")
     _check_name(parts[0])
     decoded = decode_base64(parts[1])
     if len(decoded) <= _ID_BYTES:

@@ -18,13 +18,13 @@ from pathlib import Path
 from papaya.cli.output import FormatOptions, positive, whole
 from papaya.credentials.tls import client_context
 from papaya.errors import OperatorError, ProtocolError
+from papaya.verifiable_log.auditor import check_first
 from papaya.verifiable_log.checkpoint import MAX_COSIGNATURE_AGE_S, LogPolicy
 from papaya.verifiable_log.errors import (
     LogError,
     LogSourceUnreachable,
     MissingFile,
     NoCheckpoint,
-    UnknownSigner,
 )
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import SignerKey, VerifierKey
@@ -176,11 +176,10 @@ def refusals() -> Iterator[None]:
         yield
     except (LogSourceUnreachable, NoCheckpoint) as error:
         raise LogUnreachable(str(error)) from error
-    except UnknownSigner as error:
-        hint = f"check --log-key; if it is the key of this log, {LogRefused.default_hint}"
-        raise LogRefused(str(error), hint=hint) from error
     except LogError as error:
-        raise LogRefused(str(error)) from error
+        first = check_first(error, is_key_right=False)
+        hint = f"{first}; if it still fails, {LogRefused.default_hint}" if first else None
+        raise LogRefused(str(error), hint=hint) from error
 
 
 @contextmanager

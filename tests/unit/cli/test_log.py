@@ -271,12 +271,12 @@ def test_an_audit_with_the_key_of_another_log_says_to_check_the_key(world: World
     other = world.out("log", "key", "--name", "example.org/log", "--output", world.folder / "other")
     with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
         world.out("audit", world.log, "--log-key", other)
-    assert caught.value.hint.startswith("check --log-key; if the step still fails, do not ")
+    assert caught.value.hint.startswith("check --log-key; if it still fails, do not ")
     for key in (world.log_key, other):
         assert key.split("+")[1] in world.captured.out
     with pytest.raises(LogRefused, match="no known key has signed") as caught:
         world.out("log", "verify", world.log, "--log-key", other)
-    assert caught.value.hint.startswith("check --log-key; if it is the key of this log, do not ")
+    assert caught.value.hint.startswith("check --log-key; if it still fails, do not trust ")
 
 
 def test_a_key_that_has_verified_a_remembered_checkpoint_is_not_doubted(world: World) -> None:
@@ -288,7 +288,7 @@ def test_a_key_that_has_verified_a_remembered_checkpoint_is_not_doubted(world: W
     world.out("log", "create", "--log", other, "--key", key)
     with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
         world.out("audit", other, *reading)
-    assert caught.value.hint.startswith("check the address of the log; if the step still fails, ")
+    assert caught.value.hint.startswith("check the address of the log; if it still fails, ")
 
 
 def test_a_failed_checkpoint_with_the_log_s_signature_is_blamed_on_the_log(world: World) -> None:
@@ -305,11 +305,14 @@ def test_a_failed_checkpoint_with_the_log_s_signature_is_blamed_on_the_log(world
         return caught.value.hint
 
     accusation = "do not trust this log, and publish what you found"
-    assert hint_of("--witness", cosigner) == accusation
+    # The witness may not have signed yet, and a web server may answer with a page of its own.
+    assert hint_of("--witness", cosigner).startswith("check --witness, --quorum, --max-age and ")
     checkpoint = world.log / "checkpoint"
     signed = checkpoint.read_bytes()
     checkpoint.write_bytes(signed.replace(b"\n1\n", b"\n2\n"))
     assert hint_of() == accusation
+    checkpoint.write_bytes(b"<html>Log in</html>\n")
+    assert hint_of().startswith("check the address of the log; if it still fails, do not ")
     checkpoint.write_bytes(signed)
     world.log.rename(world.folder / "gone")
     world.out("log", "create", "--log", world.log, "--key", world.key)
@@ -331,7 +334,7 @@ def test_an_audit_with_a_wrong_key_and_the_right_witness_says_to_check_the_key(
     other = world.out("log", "key", "--name", "example.org/log", "--output", world.folder / "other")
     with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
         world.out("audit", world.log, "--log-key", other, "--witness", cosigner)
-    assert caught.value.hint.startswith("check --log-key; if the step still fails, do not ")
+    assert caught.value.hint.startswith("check --log-key; if it still fails, do not ")
     for key in (world.log_key, other):
         assert key.split("+")[1] in world.captured.out
 
@@ -525,8 +528,8 @@ def test_an_audit_fails_for_a_revision_that_the_clone_does_not_have(
     steps = msgspec.json.decode(world.captured.out)
     [failed] = [step for step in steps if step["outcome"] == "failed"]
     assert (failed["name"], failed["index"]) == ("rebuild", 1)
-    assert failed["check_first"] == "run git fetch in the clone"
-    assert caught.value.hint.startswith("run git fetch in the clone; if the step still fails, ")
+    assert "run git fetch" in failed["check_first"]
+    assert caught.value.hint.startswith(f"{failed['check_first']}; if it still fails, ")
 
 
 @pytest.mark.parametrize(
@@ -555,7 +558,7 @@ def test_an_audit_fails_for_a_revision_whose_lock_is_made_to_stop_it(
     steps = msgspec.json.decode(world.captured.out)
     [failed] = [step for step in steps if step["outcome"] == "failed"]
     assert (failed["name"], failed["index"]) == ("rebuild", 1)
-    assert failed["check_first"] == ""  # the clone has the revision
+    assert failed["check_first"] == "run git fsck in the clone"
     assert steps[-1]["name"] == "dependencies"
 
 
@@ -712,7 +715,8 @@ def test_an_audit_fails_for_a_wheel_with_another_hash_and_prints_every_step(
     with pytest.raises(ProtocolError, match="3 steps of the audit failed") as caught:
         world.read("audit", "--source", world.clone, "--wheels", world.wheels, *allowed)
     assert caught.value.exit_code == 3
-    assert caught.value.hint == "do not trust this log, and publish what you found"
+    checks = "download the wheels again and run git fsck in the clone; if it still fails, do not "
+    assert caught.value.hint.startswith(checks)
     steps = msgspec.json.decode(world.captured.out)
     assert [(step["index"], step["name"], step["outcome"]) for step in steps] == [
         (None, "checkpoint", "passed"),
@@ -726,7 +730,7 @@ def test_an_audit_fails_for_a_wheel_with_another_hash_and_prints_every_step(
         (1, "rebuild", "failed"),
         (1, "dependencies", "failed"),
     ]
-    assert f"wheels/{WHEEL} does not have the SHA-256" in steps[-1]["detail"]
+    assert f"{WHEEL} does not have the SHA-256" in steps[-1]["detail"]
     assert "download it again" in steps[-1]["detail"]
 
 
@@ -740,9 +744,7 @@ def test_an_audit_fails_if_pip_downloads_a_wheel_with_another_hash(
     skipped = skipping("witnesses", "consistency")
     with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
         world.read("audit", "--source", world.clone, *skipped, *allowed)
-    assert caught.value.hint.startswith(
-        "download the wheels again; if the step still fails, do not "
-    )
+    assert caught.value.hint.startswith("download the wheels again; if it still fails, do not ")
     steps = msgspec.json.decode(world.captured.out)
     assert outcomes(steps)["rebuild"] == "passed"
     [failed] = [step for step in steps if step["outcome"] == "failed"]
@@ -827,7 +829,7 @@ def test_an_audit_fails_for_wheels_that_are_too_large_in_total(
     with pytest.raises(ProtocolError, match="1 step of the audit failed") as caught:
         world.read("audit", *options)
     accusation = "do not trust this log, and publish what you found"
-    mistake = "check the files in --wheels; if the step still fails, " if source == "folder" else ""
+    mistake = "check the files in --wheels; if it still fails, " if source == "folder" else ""
     assert caught.value.hint == f"{mistake}{accusation}"
     [failed] = [s for s in msgspec.json.decode(world.captured.out) if s["outcome"] == "failed"]
     assert failed["name"] == "dependencies"

@@ -22,7 +22,6 @@ from papaya.cli import tsa
 from papaya.cli.serve import ServeOptions, run_tsa
 from papaya.cli.tsa import (
     Dependencies,
-    GitFailed,
     NotInClone,
     NoWheels,
     WrongWheel,
@@ -320,7 +319,7 @@ def test_without_dependencies_it_says_so(tmp_path: Path, monkeypatch: pytest.Mon
         build(sources)
     assert "--wheels DIR" in refused.value.hint
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NoWheels, match=f"missing from .*empty: wheels/{WHEEL}"):
+    with pytest.raises(NoWheels, match=f"missing from .*empty: {WHEEL}"):
         build(sources, tmp_path / "empty")
 
 
@@ -355,8 +354,24 @@ def test_fetch_is_advised_only_for_a_revision_that_the_clone_lacks(tmp_path: Pat
             from_revision(clone, revision)(path)
         assert "fetch" not in other.value.hint
     (clone / ".git/HEAD").unlink()
-    with pytest.raises(GitFailed, match=r"git cannot read .*fatal: not a git repo"):
+    with pytest.raises(OperatorError, match=r"git cannot read .*fatal: not a git repo"):
         from_revision(clone, revision)("papaya/__init__.py")
+
+
+def test_objects_that_replace_others_are_not_read(tmp_path: Path) -> None:
+    """With `git replace`, a revision would have other files than everywhere else."""
+    clone = make_sources(tmp_path / "clone")
+    published = commit(clone)
+    make_sources(clone, "altered\n")
+    altered = commit(clone)
+    subprocess.run(["git", "-C", str(clone), "replace", published, altered], check=True)
+    assert from_revision(clone, published)(SOURCES[0]) == b"pass\n"
+
+
+def test_a_source_that_is_no_clone_is_told(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match=r"git cannot use .*: fatal: not a git") as told:
+        run("measure", "--source", str(tmp_path), "--revision", "HEAD")
+    assert "--source CLONE" in told.value.hint
 
 
 def test_a_short_revision_that_two_objects_have_is_told(tmp_path: Path) -> None:
