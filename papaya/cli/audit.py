@@ -5,10 +5,9 @@ clone for this: a folder or this installation may hold the same sources, but not
 revision they are, and the record of a demonstration names none. Exits with 2 if the log cannot be
 reached, if there is none at the address, or if an option is wrong; with 3 if a step failed, which
 includes a revision that the clone lacks, a lock that makes no sense, and dependencies that are too
-large or whose hash is not the one in the lock;
-with 4 if a step was not done and the auditor did not ask to skip it. A step that is skipped is
-something that the auditor trusts instead of checking, and the output says what. A step that failed
-cannot be skipped.
+large or whose hash is not the one in the lock; with 4 if a step was not done and the auditor did
+not ask to skip it. A step that is skipped is something that the auditor trusts instead of checking,
+and the output says what. A step that failed cannot be skipped.
 """
 
 from __future__ import annotations
